@@ -42,7 +42,8 @@ _MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connectio
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
-STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])  # slot: of the process that fetches the block
+# slot: of the process that fetches the block; used: a counter, higher for later use.
+STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class BlockCache:
         """Raise `InputError` if `needed` bytes exceed the size of the cache."""
         if needed > self._max_bytes:
             raise InputError(
-                f"corpus.cache: {_size(self._max_bytes)}, but {purpose} needs at least {_size(needed)}. Raise it, "
+                f"corpus.cache: {_format(self._max_bytes)}, but {purpose} needs at least {_format(needed)}. Raise it, "
                 "preferably to twice that size, so that the next blocks are fetched ahead."
             )
 
@@ -180,7 +181,7 @@ class BlockCache:
             lease = Lease(self, blocks)
             claimed = self._claim(blocks)
         self._complete(*claimed)
-        while len(blocks := self._still_absent(blocks)):
+        while len(blocks := self._not_present(blocks)):
             time.sleep(_POLL_SECONDS)
             self._complete(*self._claim(blocks))
         if (waited := time.monotonic() - start) > 1:
@@ -204,7 +205,7 @@ class BlockCache:
 
     # ------------------------------------------------------------ state of the blocks
 
-    def _still_absent(self, blocks: np.ndarray) -> np.ndarray:
+    def _not_present(self, blocks: np.ndarray) -> np.ndarray:
         """Return the blocks that are not present yet, since another process fetches them."""
         with self._locked():
             return blocks[self._state["state"][blocks] != _PRESENT]
@@ -220,7 +221,9 @@ class BlockCache:
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
                 free = self._evictable()
-                room = self._limit() - self._present_bytes() + int(self._bytes[free[~self._is_prefetched[free]]].sum())
+                room = (
+                    self._max_size() - self._present_bytes() + int(self._bytes[free[~self._is_prefetched[free]]].sum())
+                )
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
                 self._is_prefetched[fits] = True
             for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
@@ -266,7 +269,7 @@ class BlockCache:
     def _make_room_for(self, blocks: np.ndarray) -> None:
         """Evict the least recently used blocks until the absent ones of `blocks` fit. Needs the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
-        if (excess := self._present_bytes() + needed - self._limit()) > 0:
+        if (excess := self._present_bytes() + needed - self._max_size()) > 0:
             self._evict(excess, blocks)
 
     def _evict(self, excess: int, exclude: np.ndarray) -> int:
@@ -288,7 +291,7 @@ class BlockCache:
     def _present_bytes(self) -> int:
         return int(self._bytes[self._state["state"] != _ABSENT].sum())
 
-    def _limit(self) -> int:
+    def _max_size(self) -> int:
         """Return the size of the cache: the maximum configured for a live process. Needs the lock."""
         return int(self._limits[self._live_slots()].max())
 
@@ -299,7 +302,7 @@ class BlockCache:
         shard, block = self._locate(index)
         stored, files = self._stored[shard], self._shards[shard].files
         for retries_left in (1, 0):
-            contents = {name: self._read(stored.arrays[name], file, block) for name, file in files.items()}
+            contents = {name: self._fetch_range(stored.arrays[name], file, block) for name, file in files.items()}
             if block_digest(iter(contents.values())) == stored.blocks[block]["digest"].tobytes():
                 break
             if not retries_left:
@@ -328,7 +331,7 @@ class BlockCache:
             if freed:
                 self._shrink_count += 1
                 self._limits[:] = np.minimum(self._limits, present - freed)
-                logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _format(present - freed))
         return freed > 0
 
     def _verify(self, index: int) -> None:
@@ -345,7 +348,7 @@ class BlockCache:
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return shard, index - int(self._firsts[shard])
 
-    def _read(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
+    def _fetch_range(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
         start, end = (byte - extent.base + array.header for byte in extent.range_of(block))
         where = join(self._address, array.name)
         try:
@@ -449,7 +452,7 @@ def _block_bytes(shard: StoredShard) -> np.ndarray:
     return np.sum([(end - start) * shard.arrays[name].width for name, (start, end) in bounds], axis=0)
 
 
-def _size(count: int) -> str:
+def _format(count: int) -> str:
     """Format a size, rounded up, so that a cache of this size suffices."""
     unit, name = (10**7, "GB") if count >= 10**9 else (10**4, "MB")
     return f"{-(-count // unit) / 100:g} {name}"

@@ -40,12 +40,12 @@ def shard_statistics(results: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = {}
     for unit in ("document", "sentence"):
         counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
-        lengths[f"{unit}_lengths"] = _bins(np.asarray(counts))
+        lengths[f"{unit}_lengths"] = _filled_bins(np.asarray(counts))
     return {"unknown_tokens": sum(result["unknown"] for result in results), **lengths}
 
 
-def _bins(counts: np.ndarray) -> dict[str, int]:
-    """Return {"1": n, "2-3": n, "4-7": n, ...}: counts by number of tokens, without empty bins."""
+def _filled_bins(counts: np.ndarray) -> dict[str, int]:
+    """Return {"1": n, "2-3": n, "4-7": n, ...}, the counts by number of tokens, without empty bins."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -77,7 +77,7 @@ def write_card(
     `hashes`.
     """
     old_sources = old_card.get("sources", [])
-    totals = {key: sum(source[key] for source in sources) for key in _SUMMED_KEYS} | _lost(sources)
+    totals = {key: sum(source[key] for source in sources) for key in _SUMMED_KEYS} | _lost_entry(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     case = {"lowercase": lowercase}
@@ -103,10 +103,10 @@ def write_card(
         card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
-        file.write(_markdown(card))
+        file.write(_to_markdown(card))
 
 
-def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
+def _lost_entry(sources: list[dict[str, Any]]) -> dict[str, int]:
     """Return the entry with the number of training documents dropped as copies of held-out text; {} if none."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
@@ -191,21 +191,21 @@ def _if_any(wording: str, totals: dict[str, Any], key: str) -> str:
     return wording.format(totals[key]) if totals.get(key) else ""
 
 
-def _markdown(card: dict[str, Any]) -> str:
+def _to_markdown(card: dict[str, Any]) -> str:
     lines = [
         "# Corpus card",
         "",
         *_overview(card),
         "",
-        *_sources(card["sources"]),
+        *_source_section(card["sources"]),
         *reading_lines(card.get("readings", []), card.get("phases", [])),
         *left_out_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),
-        *_lengths("Tokens per document", card["sources"], "document_lengths"),
-        *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
-        *_faults(card["problems"]),
-        *_files(card["sources"]),
+        *_length_section("Tokens per document", card["sources"], "document_lengths"),
+        *_length_section("Tokens per sentence", card["sources"], "sentence_lengths"),
+        *_fault_section(card["problems"]),
+        *_file_section(card["sources"]),
     ]
     return "\n".join(lines)
 
@@ -231,7 +231,7 @@ def _overview(card: dict[str, Any]) -> list[str]:
     ]
 
 
-def _sources(sources: list[dict[str, Any]]) -> list[str]:
+def _source_section(sources: list[dict[str, Any]]) -> list[str]:
     counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
     names = ("name", "kind", "license", "weight", "files", "input MB", *counts, "unknown")
     rows = [
@@ -248,7 +248,7 @@ def _sources(sources: list[dict[str, Any]]) -> list[str]:
     return ["## Sources", "", *header, *rows, ""]
 
 
-def _files(sources: list[dict[str, Any]]) -> list[str]:
+def _file_section(sources: list[dict[str, Any]]) -> list[str]:
     lines = ["## Files", ""]
     for source in sources:
         revision = f", revision {source['revision']}" if source["revision"] else ""
@@ -273,14 +273,14 @@ def shown_path(path: str) -> str:
     return path
 
 
-def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
+def _length_section(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
     bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
     rows = [table_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
     header = [table_row("tokens", *(source["name"] for source in sources)), table_row("---", *["---:"] * len(sources))]
     return [f"## {title}", "", *header, *rows, ""]
 
 
-def _faults(problems: list[dict[str, Any]]) -> list[str]:
+def _fault_section(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [

@@ -100,7 +100,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     """
     check_extension(tokenizer, max_words)
     unknown, known = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
-    words = _pre_tokenized(tokenizer, counts)
+    words = _count_pre_tokens(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
     pieces = _ids_of(tokenizer, {**words, **candidates})
@@ -132,7 +132,7 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
     where = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
-    kind, is_cut = model["type"], len(_pre_tokenized(tokenizer, {"one": 1, "two words": 1})) > 2
+    kind, is_cut = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
     # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
     if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
@@ -161,7 +161,7 @@ def _documents(source: SourceConfig, item: Input, stride: int) -> Iterator[str]:
         yield from sources.documents(chunk, Problems())
 
 
-def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
+def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
     """Count the words, each after a space, in the form in which they are passed to the tokenizer's model."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
@@ -174,7 +174,7 @@ def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collectio
 
 
 def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ids of each word; words are as in the result of `_pre_tokenized`."""
+    """Return the ids of each word; words are as in the result of `_count_pre_tokens`."""
     model: Any = tokenizer.model
     inner = model
     if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"

@@ -74,12 +74,12 @@ class Problems:
         self.left_out.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Add the `entries` of another process."""
+        """Add the `entries` of other `Problems`, such as from another process."""
         for entry in entries:
             self.add(entry["path"], entry["fault"], entry["first"], entry["count"])
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return [{path, fault, first, count}], in order of arrival."""
+        """Return [{path, fault, first, count}], in the order in which the faults were first found."""
         return list(self._entries.values())
 
 

@@ -35,8 +35,8 @@ _WORDS_PER_STRING = 100  # words that the library encodes in one string
 class Gpt2Splitter:
     """Splitter for a byte-level BPE.
 
-    `piece_tokens`: tokens of the pieces, None without a vocabulary. `adds_space`: whether a document gets a leading space
-    if it has none. `line_ends`: whether line breaks are tokens. `bounds`: finds the pieces, as in `document_pieces`.
+    `piece_tokens`: tokens of the pieces; None without a vocabulary. `adds_space`: whether a document that starts with
+    another character gets a space before it. `keep_lines`: whether line breaks are tokens. `bounds`: finds the pieces.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Gpt2Splitter:
         normalizer: Any = None,
         *,
         adds_space: bool,
-        line_ends: bool = True,
+        keep_lines: bool = True,
         bounds: Callable[[bytes, np.ndarray], Bounds] = gpt2_bounds,
     ) -> None:
         self.piece_tokens = piece_tokens
-        self._normalizer, self._adds_space, self._line_ends = normalizer, adds_space, line_ends
+        self._normalizer, self._adds_space, self._keep_lines = normalizer, adds_space, keep_lines
         self._bounds = bounds
 
     @classmethod
-    def bertrain(cls, piece_tokens: WordTokens | None, *, line_ends: bool = True) -> Gpt2Splitter:
+    def bertrain(cls, piece_tokens: WordTokens | None, *, keep_lines: bool = True) -> Gpt2Splitter:
         """Make the splitter for a vocabulary that bertrain trained (`byte_level`)."""
-        return cls(piece_tokens, adds_space=True, line_ends=line_ends, bounds=bertrain_bounds)
+        return cls(piece_tokens, adds_space=True, keep_lines=keep_lines, bounds=bertrain_bounds)
 
     def fits(self, text: str) -> bool:
         """Return whether a document may be cut into pieces. It must not contain added tokens."""
-        if not self._line_ends and "\n" in text:
+        if not self._keep_lines and "\n" in text:
             return False
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
 
@@ -133,8 +133,8 @@ def splitter_for(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
     if is_bertrain_byte_level(described):
-        line_ends = described["normalizer"] is None
-        return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), line_ends=line_ends)
+        keep_lines = described["normalizer"] is None
+        return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), keep_lines=keep_lines)
     if _splits_as_gpt2(described):
         adds_space = bool(cut.get("add_prefix_space"))
         return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_space=adds_space)

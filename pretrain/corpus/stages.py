@@ -90,9 +90,9 @@ class _ProcessState:
         if self.settings.released:
             self.document_encoder()
         else:
-            self.known_words()
+            self.word_tokens()
 
-    def known_words(self) -> WordTokens:
+    def word_tokens(self) -> WordTokens:
         """Return the tokens of the words in `table`."""
         if self._words is None:
             tokenizer = self._load()
@@ -307,7 +307,7 @@ def write_shard(name: str, document_range: DocumentRange, totals: dict[str, int]
     """
     state = _state()
     state.load_tokenizer()
-    part, sampled = _join_documents(document_range)
+    part, sampled = _load_range(document_range)
     lengths = {"document": _histogram(part.documents["items"]), "sentence": _histogram(part.sentence_items)}
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
@@ -340,7 +340,7 @@ def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
     return address
 
 
-def _join_documents(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
+def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
     """Return a range of documents, read from part files, in random order, and the sampled documents among them."""
     work = _state().work
     parts: list[Part] = []
@@ -392,7 +392,7 @@ def _convert(
     """Drop short documents; return the others as a part, tokenized if there is a vocabulary, and as strings."""
     settings = state.settings
     if settings.released or settings.byte_level:
-        return _whole_documents(texts, sketches, state, splitter)
+        return _convert_whole(texts, sketches, state, splitter)
     lines = ["\n".join(splitter.split(text)) for text in texts]
     cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
     part = replace(_part_of_words(cut), sketches=sketches)
@@ -409,7 +409,7 @@ def _select(part: Part, texts: list[str], keep: np.ndarray, state: _ProcessState
     return tokenized, [texts[number] for number in np.flatnonzero(filled)]
 
 
-def _whole_documents(
+def _convert_whole(
     texts: list[str], sketches: Sketches | None, state: _ProcessState, splitter: SentenceSplitter
 ) -> tuple[Part, list[str]]:
     """Drop short documents; return the others as a part, encoded whole if there is a vocabulary, and as strings."""
@@ -430,12 +430,12 @@ def _whole_documents(
     if settings.released:
         part = state.document_encoder().encode(joined, starts, table[kept], state.dtype)
     else:
-        part = _cut_to_pieces(joined, starts, table[kept], state.table)
+        part = _part_of_pieces(joined, starts, table[kept], state.table)
     # Documents that consist of control characters have no tokens.
     return _select(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
-def _cut_to_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
+def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
     """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a space."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
@@ -482,7 +482,7 @@ def _tokenize(numbers: np.ndarray, words: Part, state: _ProcessState) -> tuple[P
     Sentences and documents without tokens, which have only control characters, are dropped. Return the part of tokens,
     and which documents are kept, bool [D].
     """
-    known = state.known_words()
+    known = state.word_tokens()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
     tokens, token_offsets = known.tokens(numbers, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)

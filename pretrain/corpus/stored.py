@@ -85,17 +85,17 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
-    tables = _tables(corpus, folder / "blocks.npy", entries)
-    stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
+    tables = _block_tables(corpus, folder / "blocks.npy", entries)
+    stored = [StoredShard(_stored_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
     cache = BlockCache(corpus.dir, folder, stored, max_bytes=int(corpus.cache))
     shards = [
-        Shard(entry["name"], split, entry["source"], *_views(cache, number, entry, manifest), blocks=table, cache=cache)
-        for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
+        Shard(entry["name"], split, entry["source"], *_views(cache, index, entry, manifest), blocks=table, cache=cache)
+        for index, (entry, table) in enumerate(zip(entries, tables, strict=True))
     ]
     return replace(described, fingerprints=fingerprints, shards=shards)
 
 
-def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
+def _block_tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
     """Return the block tables of all shards, mapped from one file that the processes of this machine share."""
     with locked(file.with_suffix(".lock")):
         try:
@@ -108,7 +108,7 @@ def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> 
     return np.split(table, np.flatnonzero(table["begin"] == 0)[1:])
 
 
-def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
+def _stored_arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
     """Describe the files of a shard's arrays in the object store."""
     arrays = {}
     for array, (dtype, shape) in array_types(entry, manifest).items():

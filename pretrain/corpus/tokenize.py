@@ -52,7 +52,7 @@ def _character_classes() -> bytes:
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
 # UTF-8 prefixes of characters in decomposed strings: combining marks, leading jamo, voiced marks of kana.
-_DECOMPOSED = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
+_DECOMPOSED_PREFIXES = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
 _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n little-endian bytes
 
 
@@ -123,7 +123,7 @@ def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
     if fold and not stripped.isascii():
         stripped = b"".join(_folded_runs(stripped, fold))
     folded = stripped.split(b"\0")[:count]
-    if any(lead in raw for lead in _DECOMPOSED):
+    if any(lead in raw for lead in _DECOMPOSED_PREFIXES):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
@@ -229,8 +229,8 @@ class WordTokens:
     def __init__(self, table: WordTable) -> None:
         self._table = table
         self._words = self._pooled = 0  # number of encoded words, and of tokens in the pool
-        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
-        self._counts = np.zeros(0, np.int32)  # tokens of each word
+        self._first_tokens = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
+        self._counts = np.zeros(0, np.int32)  # number of tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)  # tokens of all encoded words
 
@@ -241,7 +241,7 @@ class WordTokens:
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
         # Most words have one token: repeat the first token for all tokens of a word, then correct the others.
-        tokens = np.repeat(self._heads[words].astype(dtype), counts)
+        tokens = np.repeat(self._first_tokens[words].astype(dtype), counts)
         multi_token = np.flatnonzero(counts > 1)
         extra = counts[multi_token] - 1
         offsets = np.arange(extra.sum()) - np.repeat(np.cumsum(extra) - extra, extra) + 1
@@ -257,9 +257,9 @@ class WordTokens:
             return
         counts, tokens = self._encode(np.arange(known, size))
         starts = np.cumsum(counts) - counts
-        heads = np.zeros(size - known, np.int32)
-        heads[counts > 0] = tokens[starts[counts > 0]]
-        self._heads = _append(self._heads, known, heads)
+        first_tokens = np.zeros(size - known, np.int32)
+        first_tokens[counts > 0] = tokens[starts[counts > 0]]
+        self._first_tokens = _append(self._first_tokens, known, first_tokens)
         self._counts = _append(self._counts, known, counts)
         self._offsets = _append(self._offsets, known, self._pooled + starts)
         self._pool = _append(self._pool, self._pooled, tokens)

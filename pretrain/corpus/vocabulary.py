@@ -35,7 +35,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def entries_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the entries in the order of their ids, as in a vocab.txt; "[unused7]" if no entry has the id 7."""
+    """Return the entries in the order of their ids, as in a vocab.txt. If no entry has the id 7, it is "[unused7]"."""
     entries = [f"[unused{number}]" for number in range(vocabulary_size(tokenizer))]
     for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
         entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
@@ -249,14 +249,14 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
         file.write("\n".join([*tokens, ""]))
     ids = special_ids(tokenizer, declared)
     names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
-    settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
+    settings = {**_tokenizer_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
     if encodes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
         # Other classes of transformers only read the entries, and hard-code normalizer and pre-tokenizer.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the settings in tokenizer_config.json that depend on the kind of tokenizer."""
     normalizer: Any = tokenizer.normalizer
     if encodes_whole_documents(tokenizer):

@@ -30,7 +30,7 @@ class Report:
             total["examples"] += entry["examples"][: MAX_EXAMPLES - len(total["examples"])]
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return [{filter, rule, documents, examples: [{text, found}]}], in order of arrival."""
+        """Return [{filter, rule, documents, examples: [{text, found}]}], in the order of the first documents."""
         return list(self._entries.values())
 
     def _entry(self, filter_name: str, rule: str) -> dict[str, Any]:
