@@ -221,9 +221,8 @@ class BlockCache:
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
                 free = self._evictable()
-                room = (
-                    self._max_size() - self._present_bytes() + int(self._bytes[free[~self._is_prefetched[free]]].sum())
-                )
+                free_bytes = int(self._bytes[free[~self._is_prefetched[free]]].sum())
+                room = self._max_size() - self._present_bytes() + free_bytes
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
                 self._is_prefetched[fits] = True
             for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):

@@ -71,7 +71,7 @@ def write_card(
 ) -> None:
     """Write card.json and card.md.
 
-    `hashes` has {path: SHA-256} of each new source's files, `readings` the result of `finish.CountReadings`,
+    `hashes` has {path: SHA-256} of each new source's files, `readings` the result of `finish.ReadingCounter`,
     `extension` the entries about words added to the vocabulary, `filtered` and `evaluation` the entries of filters and
     of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first, without
     `hashes`.

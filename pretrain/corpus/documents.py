@@ -420,7 +420,7 @@ class Documents:
         """Return the number of near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
-    def left_out(self, source: int) -> dict[str, int]:
+    def skipped_paragraphs(self, source: int) -> dict[str, int]:
         """Return {paragraphs, characters, read_characters} of headings that a reader skipped; {} if there are none."""
         total = sum((Counter(summary.left_out) for summary in self._summaries if summary.source == source), Counter())
         return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}

@@ -17,7 +17,7 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import Growth, merged_filters, merged_sets, write_signatures
+from pretrain.corpus.growth import ExistingCorpus, merged_filters, merged_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_digest, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
@@ -27,12 +27,12 @@ from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
 _EXTENSION_KEYS = ("added", "saved_share", "first_added")  # keys of the card about words added to the vocabulary
 
-CountReadings = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
+ReadingCounter = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
 """Function that returns, for the card, how often an epoch reads a token, and a line on the sources of each phase."""
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """The results of all earlier stages. `sources` and `inputs` are by the index of the source in the corpus.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prepared:
     sources: dict[int, SourceConfig]
     inputs: dict[int, list[Input]]
     settings: dict[str, Any]
-    existing: Growth | None
+    existing: ExistingCorpus | None
     tokenizer: Tokenizer
     tokenizer_config: dict[str, Any]
     extension: dict[str, Any]
@@ -61,7 +61,7 @@ class Prepared:
     problems: Problems
     evaluation_sizes: Sequence[dict[str, int]]
 
-    def write(self, count_readings: CountReadings | None) -> None:
+    def write(self, count_readings: ReadingCounter | None) -> None:
         """Write the remaining files. `count_readings` as in `prepare`."""
         existing, folder = self.existing, self.corpus.folder
         old_manifest: dict[str, Any] = existing.manifest if existing else {"sources": [], "shards": [], "files": {}}
@@ -123,7 +123,7 @@ class Prepared:
         )
 
     def _readings(
-        self, manifest: dict[str, Any], count_readings: CountReadings | None
+        self, manifest: dict[str, Any], count_readings: ReadingCounter | None
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the result of `count_readings`, empty if it is None or there is too little text.
 
@@ -145,18 +145,19 @@ class Prepared:
         """Return the entries of the new sources in the manifest and the card."""
         statistics = self.documents.statistics(1 + max(self.sources, default=-1))
         entries = []
-        for (number, source), hashes in zip(self.sources.items(), self.hashes, strict=True):
-            results = [result for shard, result in zip(self.plan, self.results, strict=True) if shard.source == number]
-            left_out, lost = self.documents.left_out(number), statistics[number].pop("lost_to_held_out")
+        for (index, source), hashes in zip(self.sources.items(), self.hashes, strict=True):
+            results = [result for shard, result in zip(self.plan, self.results, strict=True) if shard.source == index]
+            skipped = self.documents.skipped_paragraphs(index)
+            held_out_copies = statistics[index].pop("lost_to_held_out")  # training documents that equal held-out text
             entries.append(
                 {
                     **source_facts(source),
                     "revision": source.revision,
                     "content": content_digest(hashes),
-                    "input_bytes": sum(item.bytes for item in self.inputs[number]),
-                    **statistics[number],
-                    **({"left_out": left_out} if left_out else {}),
-                    **({"lost_to_held_out": lost} if lost else {}),
+                    "input_bytes": sum(item.bytes for item in self.inputs[index]),
+                    **statistics[index],
+                    **({"left_out": skipped} if skipped else {}),
+                    **({"lost_to_held_out": held_out_copies} if held_out_copies else {}),
                     **({"held_out": True} if source.held_out else {}),
                     **card.shard_statistics(results),
                 }

@@ -32,7 +32,7 @@ _HASHES, _OTHERS, _SKETCHES = ".hashes", ".others", near_duplicates.SUFFIX
 
 
 @dataclass(frozen=True)
-class Growth:
+class ExistingCorpus:
     """An existing corpus to which sources are added.
 
     Attributes:

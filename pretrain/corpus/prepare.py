@@ -46,9 +46,9 @@ from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
-from pretrain.corpus.finish import CountReadings, Prepared
+from pretrain.corpus.finish import PreparedCorpus, ReadingCounter
 from pretrain.corpus.formats import kinds_that_fit
-from pretrain.corpus.growth import Growth, check_repeatable, known_at_addresses
+from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
@@ -82,7 +82,7 @@ def prepare(
     declared: Mapping[str, Any] | None = None,
     quiet: bool = False,
     bar: StageBar | None = None,
-    count_readings: CountReadings | None = None,
+    count_readings: ReadingCounter | None = None,
 ) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Return a summary line.
 
@@ -120,7 +120,7 @@ class _Preparation:
         bar: StageBar,
         tokenizer: Tokenizer | None,
         declared: Mapping[str, Any],
-        count_readings: CountReadings | None,
+        count_readings: ReadingCounter | None,
         *,
         stored: bool,
     ) -> None:
@@ -139,7 +139,7 @@ class _Preparation:
         ]
         # The sources to prepare, by their index in the corpus; if the corpus exists, only new sources.
         self._sources, self._inputs = dict(enumerate(self._all_sources)), dict(enumerate(self._all_inputs))
-        self._existing: Growth | None = None  # the corpus to which the sources are added
+        self._existing: ExistingCorpus | None = None  # the corpus to which the sources are added
         self._new_settings: dict[str, Any] = {}  # settings of the new sources
         self._start_tokenizer, added_words = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or configured_tokenizer(corpus)
@@ -227,7 +227,7 @@ class _Preparation:
         self._inputs = {number: self._all_inputs[index] for number, index in new.items()}
         if not new:
             return
-        self._existing, self._new_settings = Growth(self._folder, manifest), {}
+        self._existing, self._new_settings = ExistingCorpus(self._folder, manifest), {}
         self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
         self._released = encodes_whole_documents(tokenizer)
         self._tokenizer_config = declared_settings(self._folder) if self._released else {}
@@ -258,7 +258,7 @@ class _Preparation:
         results = self._write_shards(pool, documents, plan)
         pool.finish()
         self._remove_leftovers()  # files of processes that a cluster lost
-        prepared = Prepared(
+        prepared = PreparedCorpus(
             self._corpus,
             self._work_dir,
             self._sources,
