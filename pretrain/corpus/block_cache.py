@@ -220,9 +220,9 @@ class BlockCache:
         with contextlib.suppress(InputError, MachineError, OSError):  # `hold` raises the error when it needs the block
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
-                free = self._evictable()
-                free_bytes = int(self._bytes[free[~self._is_prefetched[free]]].sum())
-                room = self._max_size() - self._present_bytes() + free_bytes
+                evictable = self._evictable()
+                evictable_bytes = int(self._bytes[evictable[~self._is_prefetched[evictable]]].sum())
+                room = self._max_size() - self._present_bytes() + evictable_bytes
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
                 self._is_prefetched[fits] = True
             for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
@@ -273,14 +273,14 @@ class BlockCache:
 
     def _evict(self, excess: int, exclude: np.ndarray) -> int:
         """Evict about `excess` bytes of blocks that no process needs; return the bytes freed. Needs the lock."""
-        free = np.setdiff1d(self._evictable(), exclude)
-        free = free[np.lexsort((self._state["used"][free], self._is_prefetched[free]))]  # prefetched blocks last
-        count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
-        for block in free[:count].tolist():
+        blocks = np.setdiff1d(self._evictable(), exclude)
+        blocks = blocks[np.lexsort((self._state["used"][blocks], self._is_prefetched[blocks]))]  # prefetched ones last
+        evicted = blocks[: int(np.searchsorted(np.cumsum(self._bytes[blocks]), excess)) + 1]
+        for block in evicted.tolist():
             self._state["state"][block] = _ABSENT
             self._verified[block] = False
             self._free_pages(block)
-        return int(self._bytes[free[:count]].sum())
+        return int(self._bytes[evicted].sum())
 
     def _evictable(self) -> np.ndarray:
         """Return the present blocks that no live process needs. Needs the lock."""
@@ -288,6 +288,7 @@ class BlockCache:
         return np.flatnonzero((self._state["state"] == _PRESENT) & ~held)
 
     def _present_bytes(self) -> int:
+        """Return the bytes of all blocks that are present or being fetched. Needs the lock."""
         return int(self._bytes[self._state["state"] != _ABSENT].sum())
 
     def _max_size(self) -> int:

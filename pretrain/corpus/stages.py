@@ -223,9 +223,9 @@ def read(chunk: Chunk) -> list[dict[str, Any]]:
     return [load_summary(work, piece) or _read_chunk(piece) for piece in cut_stream(chunk)]
 
 
-def load_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
-    """Return the summary of a chunk; None if it is not prepared."""
-    path = work / f"{chunk.name}.json"
+def load_summary(work_dir: Path, chunk: Chunk) -> dict[str, Any] | None:
+    """Return the summary of a chunk; None if the chunk is not prepared yet."""
+    path = work_dir / f"{chunk.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -260,7 +260,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
             continue
         part, texts = _convert(texts, sketches, state, splitter)
         if not batches:
-            sample = [(part.documents["hash"][number], texts[number]) for number in samples.choose(texts)]
+            sample = [(part.documents["hash"][index], texts[index]) for index in samples.choose(texts)]
         batches.append(part)
         size += sum(map(len, texts))
         if size >= _PART_BYTES:
@@ -302,7 +302,7 @@ def tokenize_part(part: str, words_part: str) -> None:
 def write_shard(name: str, document_range: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write a shard with the documents in a range of part files, in random order.
 
-    Return file hashes, the address at which the files were stored, the number of unknown tokens, sampled documents, and
+    Return file hashes, the address at which the files were stored, the index of unknown tokens, sampled documents, and
     histograms of tokens per document and sentence. The result is also saved in the work folder to mark the shard done.
     """
     state = _state()
@@ -378,7 +378,7 @@ def hash_files(paths: Sequence[str]) -> list[str]:
 
 
 def _histogram(lengths: np.ndarray) -> np.ndarray:
-    """Count the lengths by their number of bits, int64 [HISTOGRAM_BINS]."""
+    """Count the lengths by their index of bits, int64 [HISTOGRAM_BINS]."""
     bits = np.frexp(lengths.astype(np.float64))[1]
     return np.bincount(bits, minlength=HISTOGRAM_BINS)
 
@@ -402,11 +402,11 @@ def _convert(
 
 def _select(part: Part, texts: list[str], keep: np.ndarray, state: _ProcessState) -> tuple[Part, list[str]]:
     """Select the documents where `keep` is true; if there is a vocabulary, tokenize them and drop empty documents."""
-    part, texts = part.select(keep), [texts[number] for number in np.flatnonzero(keep)]
+    part, texts = part.select(keep), [texts[index] for index in np.flatnonzero(keep)]
     if not state.settings.vocabulary_given or state.settings.released:
         return part, texts
     tokenized, filled = _tokenize(part.items, part, state)
-    return tokenized, [texts[number] for number in np.flatnonzero(filled)]
+    return tokenized, [texts[index] for index in np.flatnonzero(filled)]
 
 
 def _convert_whole(
@@ -417,15 +417,14 @@ def _convert_whole(
     table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
         joined = list(map(without_line_ends, texts))
-        starts = [
-            locate_sentences(splitter.split(text), document) for text, document in zip(texts, joined, strict=True)
-        ]
+        pairs = zip(texts, joined, strict=True)
+        starts = [locate_sentences(splitter.split(text), joined_text) for text, joined_text in pairs]
     else:
         joined, starts = texts, list(map(splitter.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
-    kept = [number for number, sentences in enumerate(starts) if sentences and long_enough[number]]
-    texts, joined = [texts[number] for number in kept], [joined[number] for number in kept]
-    starts = [starts[number] for number in kept]
+    kept = [index for index, sentences in enumerate(starts) if sentences and long_enough[index]]
+    texts, joined = [texts[index] for index in kept], [joined[index] for index in kept]
+    starts = [starts[index] for index in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
     if settings.released:
         part = state.document_encoder().encode(joined, starts, table[kept], state.dtype)
@@ -435,11 +434,11 @@ def _convert_whole(
     return _select(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
-def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a space."""
+def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, words: WordTable) -> Part:
+    """Cut documents, each after a space, into pieces whose counts a byte-level vocabulary is trained on."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, numbers)
+    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, words)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])
@@ -477,7 +476,7 @@ def _renumber(part: Part, table: WordTable) -> Part:
 
 
 def _tokenize(numbers: np.ndarray, words: Part, state: _ProcessState) -> tuple[Part, np.ndarray]:
-    """Tokenize the part `words`; `numbers` has the word number of each item in the process's table.
+    """Tokenize the part `words`; `numbers` has the word index of each item in the process's table.
 
     Sentences and documents without tokens, which have only control characters, are dropped. Return the part of tokens,
     and which documents are kept, bool [D].

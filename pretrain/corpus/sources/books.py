@@ -16,8 +16,7 @@ from pretrain.corpus.word_counts import count_words
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
 _OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
 _END = re.compile(
-    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*",
-    re.M | re.I,
+    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*", re.M | re.I
 )
 _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from))\b", re.I)
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)
@@ -35,7 +34,7 @@ _HEADING = re.compile(
     re.I,
 )
 _TITLE_WORDS = 12  # maximum words of a title
-_STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
+_FINAL_MARK = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
 
 
 class Reader(SourceReader):
@@ -137,4 +136,4 @@ def is_ended(paragraph: str) -> bool:
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1
-    return _STOP.fullmatch(paragraph, max(0, end - 1), end) is not None
+    return _FINAL_MARK.fullmatch(paragraph, max(0, end - 1), end) is not None
