@@ -1,13 +1,13 @@
-"""Cache of the blocks of shards at an address, in local files that all processes of this machine share.
+"""Cache of the blocks of shards in an object store, in local files that all processes of this machine share.
 
 The files are sparse and as large as the full arrays: a block is written to its offset when it is needed; the least
-recently used block is replaced by a hole. Arrays are therefore read as from a full copy, while a `Lease` on the needed
-blocks is held. Several processes, of one run or of several runs, never fetch the same block twice.
+recently used block is replaced by a hole. Arrays can therefore be read as from a full copy while a `Lease` on the
+needed blocks is held. The processes of this machine, of one or several runs, never fetch the same block twice.
 
-    <folder>/tokens, sentences, documents  the array of all shards, each shard starting at a page
+    <folder>/tokens, sentences, documents  the array of all shards, with each shard aligned to a page
     <folder>/state     STATE [blocks], protected by a lock on <folder>/lock
-    <folder>/held      bool [_SLOTS, blocks], which process needs which block
-    <folder>/limits    int64 [_SLOTS], maximum bytes of the cache, as configured for each process
+    <folder>/held      bool [_SLOTS, blocks], whether the process in a slot needs a block
+    <folder>/limits    int64 [_SLOTS], maximum bytes of the cache, as configured for the process in a slot
     <folder>/slot-<n>  locked by the process that owns the slot; the kernel unlocks it if that process dies
 """
 
@@ -42,6 +42,7 @@ _MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connectio
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
+# slot: of the process that fetches the block; used: a counter, higher for later use.
 STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 
 logger = logging.getLogger(__name__)
@@ -49,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a shard at an address."""
+    """The file of a shard's array in an object store."""
 
-    name: str  # of the file
+    name: str
     bytes: int  # size of the file
     header: int  # bytes before the first element
-    width: int  # bytes per element or row
+    width: int  # bytes per element or row of the array
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard at an address: its arrays by name, and its blocks (BLOCK [B])."""
+    """A shard in an object store: its arrays by name, and its blocks (BLOCK [B])."""
 
     arrays: dict[str, StoredArray]
     blocks: np.ndarray
@@ -72,7 +73,7 @@ class _Extent:
     name: str
     descriptor: int
     base: int  # offset in the file, in bytes
-    width: int  # bytes per element
+    width: int  # bytes per element or row
     blocks: np.ndarray  # blocks of the shard, BLOCK [B]
 
     def range_of(self, block: int) -> tuple[int, int]:
@@ -84,7 +85,7 @@ class _Extent:
 @dataclass
 class _Shard:
     files: dict[str, _Extent]
-    first: int  # number of the first block over all shards
+    first: int  # index of its first block over all shards
 
 
 class Lease:
@@ -100,7 +101,7 @@ class Lease:
 
 
 class BlockCache:
-    """Cache of the blocks of a split on this machine.
+    """This machine's cache of the blocks of a split.
 
     Args:
         address: address of the corpus.
@@ -118,7 +119,7 @@ class BlockCache:
         self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
         self._lease_counts = np.zeros(len(self._bytes), np.int32)
-        self._verified = np.zeros(len(self._bytes), bool)  # by this process, or by the one that fetched the block
+        self._verified = np.zeros(len(self._bytes), bool)  # verified by this process, or by one that holds the block
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -131,7 +132,7 @@ class BlockCache:
             self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._bytes), bool)  # by this process, and not used yet
+        self._is_prefetched = np.zeros(len(self._bytes), bool)  # fetched ahead by this process, and not used yet
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 
@@ -140,11 +141,11 @@ class BlockCache:
         return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].files[name].base)
 
     def numbers(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
-        """Convert blocks of shards to block numbers over all shards; int64."""
+        """Convert indices of shards and of blocks in these shards to indices of blocks over all shards; int64."""
         return self._firsts[shard.astype(np.int64)] + block
 
     def bytes_of(self, blocks: np.ndarray) -> int:
-        """Return the total bytes of `blocks`, which are numbered over all shards."""
+        """Return the total bytes of `blocks`, which are indices over all shards, as in all methods."""
         return int(self._bytes[blocks].sum())
 
     def largest(self, blocks: np.ndarray) -> int:
@@ -161,7 +162,7 @@ class BlockCache:
         """Raise `InputError` if `needed` bytes exceed the size of the cache."""
         if needed > self._max_bytes:
             raise InputError(
-                f"corpus.cache: {_size(self._max_bytes)}, but {purpose} needs at least {_size(needed)}. Raise it, "
+                f"corpus.cache: {_format(self._max_bytes)}, but {purpose} needs at least {_format(needed)}. Raise it, "
                 "preferably to twice that size, so that the next blocks are fetched ahead."
             )
 
@@ -173,14 +174,14 @@ class BlockCache:
             MachineError: the store fails for too long, a stored block is damaged, or the disk is full.
         """
         start = time.monotonic()
-        with self._locked():  # mark and claim atomically: other processes assume that a held block is verified
+        with self._locked():  # hold and claim atomically: other processes assume that a held block is verified
             self._lease_counts[blocks] += 1
             self._held[self._slot, blocks] = True
             self._is_prefetched[blocks] = False
             lease = Lease(self, blocks)
             claimed = self._claim(blocks)
         self._complete(*claimed)
-        while len(blocks := self._still_absent(blocks)):
+        while len(blocks := self._not_present(blocks)):
             time.sleep(_POLL_SECONDS)
             self._complete(*self._claim(blocks))
         if (waited := time.monotonic() - start) > 1:
@@ -198,14 +199,14 @@ class BlockCache:
             self._held[self._slot, blocks[self._lease_counts[blocks] == 0]] = False
 
     def close(self) -> None:
-        """Stop fetching. Running fetches complete, or another process repeats them once this process has exited."""
+        """Stop fetching. Fetches in progress complete; if this process exits before, another process repeats them."""
         self._prefetch_pool.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ state of the blocks
 
-    def _still_absent(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the blocks that another process is still fetching."""
+    def _not_present(self, blocks: np.ndarray) -> np.ndarray:
+        """Return the blocks that are not present yet, since another process fetches them."""
         with self._locked():
             return blocks[self._state["state"][blocks] != _PRESENT]
 
@@ -216,11 +217,12 @@ class BlockCache:
         self._wait(futures)
 
     def _prefetch(self, blocks: np.ndarray) -> None:
-        with contextlib.suppress(InputError, MachineError, OSError):  # `hold` will raise the error
+        with contextlib.suppress(InputError, MachineError, OSError):  # `hold` raises the error when it needs the block
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
-                free = self._evictable()
-                room = self._limit() - self._present_bytes() + int(self._bytes[free[~self._is_prefetched[free]]].sum())
+                evictable = self._evictable()
+                evictable_bytes = int(self._bytes[evictable[~self._is_prefetched[evictable]]].sum())
+                room = self._max_size() - self._present_bytes() + evictable_bytes
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
                 self._is_prefetched[fits] = True
             for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
@@ -239,7 +241,7 @@ class BlockCache:
             unverified = blocks[(state == _PRESENT) & ~self._verified[blocks]]
             if len(unverified):
                 # Another process has verified the blocks that it holds.
-                is_held = self._held[self._live_slots(this=False)][:, unverified].any(axis=0)
+                is_held = self._held[self._live_slots(include_own=False)][:, unverified].any(axis=0)
                 self._verified[unverified[is_held]] = True
                 unverified = unverified[~is_held]
             self._make_room_for(absent)
@@ -264,21 +266,21 @@ class BlockCache:
             raise next((raised for raised in errors if isinstance(raised, (InputError, MachineError))), errors[0])
 
     def _make_room_for(self, blocks: np.ndarray) -> None:
-        """Evict the least recently used blocks until the absent `blocks` fit. Needs the lock."""
+        """Evict the least recently used blocks until the absent ones of `blocks` fit. Needs the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
-        if (excess := self._present_bytes() + needed - self._limit()) > 0:
+        if (excess := self._present_bytes() + needed - self._max_size()) > 0:
             self._evict(excess, blocks)
 
     def _evict(self, excess: int, exclude: np.ndarray) -> int:
         """Evict about `excess` bytes of blocks that no process needs; return the bytes freed. Needs the lock."""
-        free = np.setdiff1d(self._evictable(), exclude)
-        free = free[np.lexsort((self._state["used"][free], self._is_prefetched[free]))]  # prefetched blocks last
-        count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
-        for block in free[:count].tolist():
+        blocks = np.setdiff1d(self._evictable(), exclude)
+        blocks = blocks[np.lexsort((self._state["used"][blocks], self._is_prefetched[blocks]))]  # prefetched ones last
+        evicted = blocks[: int(np.searchsorted(np.cumsum(self._bytes[blocks]), excess)) + 1]
+        for block in evicted.tolist():
             self._state["state"][block] = _ABSENT
             self._verified[block] = False
             self._free_pages(block)
-        return int(self._bytes[free[:count]].sum())
+        return int(self._bytes[evicted].sum())
 
     def _evictable(self) -> np.ndarray:
         """Return the present blocks that no live process needs. Needs the lock."""
@@ -286,20 +288,21 @@ class BlockCache:
         return np.flatnonzero((self._state["state"] == _PRESENT) & ~held)
 
     def _present_bytes(self) -> int:
+        """Return the bytes of all blocks that are present or being fetched. Needs the lock."""
         return int(self._bytes[self._state["state"] != _ABSENT].sum())
 
-    def _limit(self) -> int:
+    def _max_size(self) -> int:
         """Return the size of the cache: the maximum configured for a live process. Needs the lock."""
         return int(self._limits[self._live_slots()].max())
 
     # ------------------------------------------------------------ one block
 
-    def _fetch(self, number: int) -> None:
+    def _fetch(self, index: int) -> None:
         """Fetch a block and write it to its offset."""
-        shard, block = self._locate(number)
+        shard, block = self._locate(index)
         stored, files = self._stored[shard], self._shards[shard].files
         for retries_left in (1, 0):
-            contents = {name: self._read(stored.arrays[name], file, block) for name, file in files.items()}
+            contents = {name: self._fetch_range(stored.arrays[name], file, block) for name, file in files.items()}
             if block_digest(iter(contents.values())) == stored.blocks[block]["digest"].tobytes():
                 break
             if not retries_left:
@@ -311,41 +314,41 @@ class BlockCache:
         with disk_errors(self._folder):
             writes = [(file.descriptor, contents[name], file.range_of(block)[0]) for name, file in files.items()]
             while True:
-                before = self._shrink_count
+                count_before = self._shrink_count
                 try:
                     return write_all(writes)
                 except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._shrink(number, before):
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._shrink(index, count_before):
                         raise
 
-    def _shrink(self, number: int, before: int) -> bool:
+    def _shrink(self, index: int, count_before: int) -> bool:
         """Shrink the cache to make room for a block on a full disk; return whether this freed space."""
         with self._locked():
-            if self._shrink_count != before:  # another thread has made room in the meantime
+            if self._shrink_count != count_before:  # another thread has made room in the meantime
                 return True
             present = self._present_bytes()
-            freed = self._evict(max(int(self._bytes[number]), present // 8), np.array([number]))
+            freed = self._evict(max(int(self._bytes[index]), present // 8), np.array([index]))
             if freed:
                 self._shrink_count += 1
                 self._limits[:] = np.minimum(self._limits, present - freed)
-                logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _format(present - freed))
         return freed > 0
 
-    def _verify(self, number: int) -> None:
+    def _verify(self, index: int) -> None:
         """Verify a block that another process fetched; fetch it again if it is damaged."""
-        shard, block = self._locate(number)
+        shard, block = self._locate(index)
         ranges = ((file, *file.range_of(block)) for file in self._shards[shard].files.values())
         content = (os.pread(file.descriptor, end - start, start) for file, start, end in ranges)
         if block_digest(content) != self._stored[shard].blocks[block]["digest"].tobytes():
-            logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, number)
-            self._fetch(number)
+            logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, index)
+            self._fetch(index)
 
-    def _locate(self, number: int) -> tuple[int, int]:
-        """Convert a block number over all shards to (shard, block of the shard)."""
-        shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return shard, number - int(self._firsts[shard])
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Convert the index of a block over all shards to (shard, block in the shard)."""
+        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return shard, index - int(self._firsts[shard])
 
-    def _read(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
+    def _fetch_range(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
         start, end = (byte - extent.base + array.header for byte in extent.range_of(block))
         where = join(self._address, array.name)
         try:
@@ -357,11 +360,11 @@ class BlockCache:
                 f"{where}: not found. Run `prepare` on a machine that has the full copy: it stores missing files again."
             ) from None
 
-    def _free_pages(self, number: int) -> None:
-        """Free the pages of a block that no present block shares. Needs the lock."""
-        index, block = self._locate(number)
-        shard = self._shards[index]
-        absent = self._state["state"][shard.first : int(self._firsts[index + 1])] == _ABSENT
+    def _free_pages(self, index: int) -> None:
+        """Free the pages of a block, except pages shared with a present block. Needs the lock."""
+        shard_index, block = self._locate(index)
+        shard = self._shards[shard_index]
+        absent = self._state["state"][shard.first : int(self._firsts[shard_index + 1])] == _ABSENT
         for file in shard.files.values():
             start, end = file.range_of(block)
             low, high = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
@@ -402,8 +405,8 @@ class BlockCache:
                     return slot
         raise MachineError(f"{self._folder}: {_SLOTS} processes use it already. Wait for them, or stop some.")
 
-    def _live_slots(self, *, this: bool = True) -> np.ndarray:
-        """Return which slots belong to live processes, bool [_SLOTS], including `this` process. Needs the lock."""
+    def _live_slots(self, *, include_own: bool = True) -> np.ndarray:
+        """Return which slots belong to live processes, bool [_SLOTS]. Needs the lock."""
         alive = np.zeros(_SLOTS, bool)
         for slot, descriptor in self._slots.items():
             if slot == self._slot:
@@ -412,7 +415,7 @@ class BlockCache:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             else:
                 alive[slot] = True
-        alive[self._slot] = this
+        alive[self._slot] = include_own
         return alive
 
     @contextlib.contextmanager
@@ -430,7 +433,7 @@ class BlockCache:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the unused caches next to `folder`, of earlier versions of the corpus."""
+    """Remove caches of earlier versions of the corpus, beside `folder`, that no process uses."""
     for other in folder.parent.glob("*/state"):
         if other.parent == folder:
             continue
@@ -449,7 +452,7 @@ def _block_bytes(shard: StoredShard) -> np.ndarray:
     return np.sum([(end - start) * shard.arrays[name].width for name, (start, end) in bounds], axis=0)
 
 
-def _size(count: int) -> str:
+def _format(count: int) -> str:
     """Format a size, rounded up, so that a cache of this size suffices."""
     unit, name = (10**7, "GB") if count >= 10**9 else (10**4, "MB")
     return f"{-(-count // unit) / 100:g} {name}"

@@ -1,4 +1,4 @@
-"""Blocks of a shard: ranges of about a million tokens, each read and verified separately (invariants 1 and 5).
+"""Blocks of a shard: ranges of about a million tokens that can each be read and verified separately.
 
     <shard>.blocks.npy  BLOCK [blocks]
 
@@ -18,26 +18,26 @@ import numpy as np
 from pretrain.common.files import atomic_open, sha256_file
 
 BLOCK_TOKENS = 1 << 20
-_BLOCK_DOCUMENTS = 1 << 14  # maximum per block, to bound the memory of `batches.blocks.Units`
+_BLOCK_DOCUMENTS = 1 << 14  # maximum documents per block, to bound the memory of `batches.blocks.Units`
 
-ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of a block's digest
+ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of hashing them
 
 BLOCK = np.dtype(
     [
         ("begin", "<i8"),  # token offset within the shard
         ("end", "<i8"),
-        ("first", "<i8"),  # first document
-        ("last", "<i8"),  # one past the last document
-        ("first_sentence", "<i8"),  # first sentence that starts at or after `begin`
-        ("last_sentence", "<i8"),  # first sentence that starts at or after `end`
-        ("digest", "u1", (16,)),  # first bytes of the SHA-256 of the elements in `ranges_of`
+        ("first", "<i8"),  # index of the first document
+        ("last", "<i8"),  # one past the index of the last document
+        ("first_sentence", "<i8"),  # index of the first sentence that starts at or after `begin`
+        ("last_sentence", "<i8"),  # index of the first sentence that starts at or after `end`
+        ("digest", "u1", (16,)),  # first 16 bytes of the SHA-256 of the array elements in `ranges_of`
     ]
 )
 _BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
 
 
 def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
-    """Cut a shard into blocks of about `tokens` tokens, by default `BLOCK_TOKENS`; fewer where documents are short.
+    """Cut a shard into blocks of about `tokens` tokens, or fewer where documents are short; 0 means `BLOCK_TOKENS`.
 
     Args:
         documents: int64 [documents + 1, 2], (sentence offset, token offset) of each document.
@@ -60,7 +60,7 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
 
 
 def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield each block boundary: (token offset, document that starts or is split there, whether it is split)."""
+    """Yield each inner block boundary: (token offset, document that starts or is split there, whether it is split)."""
     starts, edge_before = documents[:, 1], 0
     # Add a constant to the size of each document, so that a block never has more than _BLOCK_DOCUMENTS.
     added = -(-tokens // _BLOCK_DOCUMENTS)
@@ -101,7 +101,7 @@ def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def concatenate_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate tables of blocks, BLOCK [N]: a view if they are contiguous in memory, else a copy without digests."""
+    """Concatenate tables of blocks: return a view if they are contiguous in memory, else a copy without digests."""
     base = tables[0].base if tables else None
     ends = [table.ctypes.data + table.nbytes for table in tables]
     starts = [table.ctypes.data for table in tables[1:]]

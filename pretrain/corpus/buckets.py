@@ -8,16 +8,16 @@ import numpy as np
 
 from pretrain.common.files import disk_errors
 
-BUFFERED = 1 << 18  # rows written together
+BUFFERED = 1 << 18  # rows in memory before they are written
 
 
 def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Return the bucket, of `count` buckets, of each uint64 hash, uint64 [N]. Buckets ascend with the hashes."""
+    """Return the index, below `count`, of each uint64 hash's bucket; uint64 [N]. Higher buckets have higher hashes."""
     return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 
 class Buckets:
-    """A folder with a file of rows for each bucket. Files of an interrupted run are deleted."""
+    """A folder with a file of rows for each of `count` buckets. Files of an interrupted run are deleted."""
 
     def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
         self._folder, self._dtype, self._count = folder, dtype, count
@@ -26,17 +26,17 @@ class Buckets:
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, rows: np.ndarray, bucket: np.ndarray) -> None:
-        """Append each row to its bucket, an integer below `count`."""
+        """Append each row to its bucket, given by index."""
         self._buffer.append((rows, bucket))
         self._buffered += len(rows)
         if self._buffered >= BUFFERED:
             self._flush()
 
     def drain(self) -> Iterator[np.ndarray]:
-        """Yield the rows of each bucket in the order in which they were added, and delete them."""
+        """Yield the rows of each bucket, in the order in which they were added, and delete the bucket."""
         self._flush()
-        for number in range(self._count):
-            path = self._path(number)
+        for index in range(self._count):
+            path = self._path(index)
             yield np.fromfile(path, self._dtype) if path.exists() else np.zeros(0, self._dtype)
             path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -50,9 +50,9 @@ class Buckets:
         bounds = np.searchsorted(bucket[order], np.arange(self._count + 1))
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for number in np.flatnonzero(np.diff(bounds)).tolist():
-                with self._path(number).open("ab") as file:
-                    rows[order[bounds[number] : bounds[number + 1]]].tofile(file)
+            for index in np.flatnonzero(np.diff(bounds)).tolist():
+                with self._path(index).open("ab") as file:
+                    rows[order[bounds[index] : bounds[index + 1]]].tofile(file)
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.records"
+    def _path(self, index: int) -> Path:
+        return self._folder / f"{index}.records"

@@ -1,13 +1,13 @@
-"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): how they are trained, and applied to pieces.
+"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): training them, and encoding pieces with them.
 
 Documents are split as in GPT-2, but marks after a letter belong to its word: GPT-2 splits the words of Hindi, Thai or
 Khmer at every vowel sign, so that they need several times as many tokens.
 
 Every string can be encoded, so there is no unknown token, and nothing is normalized, except that each line break
-becomes a blank unless the corpus keeps line breaks (`joining_lines`). A blank belongs to the word after it
-("\u0120word"). The first word of a string also gets a blank, so that it has the same tokens as elsewhere; RoBERTa and
-ModernBERT lack this, a weakness in named-entity recognition. `add_prefix_space` of `tokenizers` would also put a blank
-after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace with a blank as its
+becomes a space unless the corpus keeps line breaks (`joining_lines`). A space belongs to the word after it
+("\u0120word"). The first word of a string also gets a space, so that it has the same tokens as elsewhere; RoBERTa and
+ModernBERT lack this, a weakness in named-entity recognition. `add_prefix_space` of `tokenizers` would also put a space
+after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace with a space as its
 mark, which only changes the first word, followed by the splitter.
 """
 
@@ -21,12 +21,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from pretrain.common.errors import InputError
 
-BLANK = "\u0120"  # the character that represents the byte of a blank
+SPACE = "\u0120"  # the character that represents the byte of a space
 _END_OF_PIECE = "\0"
 _LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
 LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
-_PIECES_PER_STRING = 100
-# openai/gpt-2 encoder.py, with combining marks and joiners in words.
+_PIECES_PER_STRING = 100  # pieces that the library encodes in one string
+# The pattern in openai/gpt-2 encoder.py, except that combining marks and joiners belong to words.
 _SPLITTER = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -46,13 +46,13 @@ def is_bertrain_byte_level(described: dict[str, Any]) -> bool:
         return False
     special_ids = {name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}
     expected = json.loads(byte_tokenizer(special_ids, [], names).to_str())
-    for free in ("vocab", "merges", "ignore_merges"):
-        expected["model"][free] = described["model"][free]
+    for key in ("vocab", "merges", "ignore_merges"):  # these may differ
+        expected["model"][key] = described["model"][key]
     return all(expected[key] == described[key] for key in ("model", "pre_tokenizer", "added_tokens"))
 
 
 def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
-    """Replace line breaks and the blanks around them by one blank, if the tokenizer is a `byte_tokenizer`."""
+    """Make a `byte_tokenizer` replace line breaks, with spaces around them, by one space; return others unchanged."""
     text = tokenizer.to_str()
     if not is_bertrain_byte_level(json.loads(text)):
         return tokenizer
@@ -65,9 +65,9 @@ def without_line_ends(text: str) -> str:
     """Normalize `text` like the tokenizer that `joining_lines` returns."""
     if "\n" not in text:
         return text
-    blanks = " \t\r"
+    spaces = " \t\r"
     first, *inner, last = text.split("\n")
-    return " ".join([first.rstrip(blanks), *filter(None, (line.strip(blanks) for line in inner)), last.lstrip(blanks)])
+    return " ".join([first.rstrip(spaces), *filter(None, (line.strip(spaces) for line in inner)), last.lstrip(spaces)])
 
 
 def byte_tokenizer(
@@ -75,14 +75,14 @@ def byte_tokenizer(
 ) -> Tokenizer:
     """Make the tokenizer for `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
 
-    [MASK] includes the blank before it, as in RoBERTa, so that a blank in the text does not hint at the masked token.
+    [MASK] includes the space before it, as in RoBERTa, so that a space in the text does not hint at the masked token.
     """
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, bertrain_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    # The offsets of a token exclude its blank.
+    # The character offsets of a token exclude its space.
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     tokenizer.post_processor = processors.Sequence([offsets, ends])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(
@@ -100,7 +100,7 @@ def bertrain_splitter() -> pre_tokenizers.PreTokenizer:
 class PieceEncoder:
     """Encodes many pieces per call, which is several times as fast as one by one.
 
-    A piece is split and encoded as it is: no blank is added, and the name of a special token is ordinary text.
+    A piece is split and encoded as it is: no space is added, and the name of a special token is ordinary text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -112,7 +112,7 @@ class PieceEncoder:
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
 
     def encode(self, pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens per piece, int64 [pieces], and the concatenated tokens, int32. Pieces contain no NUL."""
+        """Return the number of tokens per piece, int64 [P], and all tokens, int32. Pieces contain no NUL."""
         starts = range(0, len(pieces), _PIECES_PER_STRING)
         strings = [b"\0".join((*pieces[first : first + _PIECES_PER_STRING], b"")).decode() for first in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
@@ -127,7 +127,7 @@ class PieceEncoder:
 def train_byte_level(
     counts: dict[bytes, int], size: int, special_tokens: Sequence[str], *, min_frequency: int
 ) -> Tokenizer:
-    """Train a vocabulary of at most `size` entries, `special_tokens` first, on counts of pieces.
+    """Train a vocabulary of at most `size` entries on counts of pieces. `special_tokens` get the lowest ids.
 
     All 256 bytes are entries. The same counts give the same vocabulary with the same ids: since every byte has a fixed
     id, `tokenizers` never assigns ids in the order of a hash map.
@@ -156,14 +156,14 @@ def train_byte_level(
 
 
 def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
-    """Count the pre-tokens, with each byte as the character that represents it, in ascending order."""
+    """Count the pre-tokens, sorted; each byte is represented by GPT-2's character for it."""
     split = bertrain_splitter().pre_tokenize_str
     words: Counter[str] = Counter()
     for piece, count in counts.items():
         inner = piece.removeprefix(b" ")
-        # Most pieces are letters with or without a blank, and are not split.
+        # Most pieces are letters with or without a space, and are not split.
         if inner.isalpha():
-            words[(BLANK if len(inner) < len(piece) else "") + inner.decode()] += count
+            words[(SPACE if len(inner) < len(piece) else "") + inner.decode()] += count
             continue
         for word, _ in split(piece.decode()):
             words[word] += count
@@ -190,7 +190,7 @@ _TRAINING_CHUNK = 1 << 16  # characters passed to a trainer at a time
 
 
 def repeat_words(words: dict[str, int]) -> Iterator[str]:
-    """Yield strings with each word as often as it was counted, since the trainers accept text, not counts."""
+    """Yield strings that contain each word as often as it was counted, since trainers accept text, not counts."""
     chunk: list[str] = []
     remaining = _TRAINING_CHUNK
     for word, count in words.items():

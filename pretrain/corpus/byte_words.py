@@ -1,7 +1,7 @@
 """The bytes of a vocabulary's entries, and which tokens start a word.
 
-Entries with blanks are in byte-level BPE ("\u0120word"), and in the Unigram and BPE with a mark for blanks
-("\u2581word") of XLM-R, DeBERTa-v3 or Gemma. WordPiece has no blanks, but marks continuations of a word ("##ing").
+Entries contain spaces in byte-level BPE ("\u0120word"), and in a Unigram or BPE with a mark for spaces ("\u2581word"),
+as in XLM-R, DeBERTa-v3 or Gemma. WordPiece has no spaces, but marks continuations of a word ("##ing").
 """
 
 import re
@@ -13,7 +13,8 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.corpus.pieces import LETTER, character_classes
 
-# More classes. Letters of scripts without blanks are _WORD_START and _WORD_END: each letter is a word.
+# Further classes of characters, in addition to `pieces`. In scripts without spaces, each letter is a word: its class is
+# _WORD_START at the start of a token, and _WORD_END at the end.
 _ANY, _SPACE, _WORD_START, _WORD_END = 0, 255, 254, 253
 _PARTIAL = 252  # bytes of an incomplete character, whose class depends on adjacent tokens
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -22,21 +23,21 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 def _bytes_of_characters() -> dict[str, int]:
     """Invert bytes_to_unicode of openai/gpt-2 encoder.py: printable bytes map to themselves, others to 256 + n."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [number for number in range(256) if number not in printable]
-    return {chr(n): n for n in printable} | {chr(256 + index): n for index, n in enumerate(others)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _bytes_of_characters()
 
 
-_MARK, _LINE_FEED = "\u2581", "\u010a"  # stand for a blank, and for a line break in a vocab.txt
+_MARK, _LINE_FEED = "\u2581", "\u010a"  # represent a space, and a line break in a vocab.txt
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 Spell = Callable[[str], bytes]
 
 
 def speller(entries: Sequence[str]) -> Spell | None:
-    """Return the function that converts an entry to its bytes, including blanks; None for a WordPiece vocabulary."""
+    """Return the function that converts an entry to its bytes, including spaces; None for a WordPiece vocabulary."""
     counts = {mark: sum(_starts_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
     if counts[_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
@@ -51,11 +52,11 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
     """Return whether these are entries of a byte-level BPE, not of a WordPiece.
 
     A byte-level BPE has all 256 bytes as entries, and no "##" followed by ASCII letters, since it always splits between
-    marks and letters. "##" with other characters may be the bytes of marks.
+    punctuation and letters. "##" with other characters may be bytes of punctuation.
     """
     known = set(entries)
-    joined = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
-    return known.issuperset(_BYTES) and next(joined, None) is None
+    continuations = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
+    return known.issuperset(_BYTES) and next(continuations, None) is None
 
 
 def entry_bytes(entry: str) -> bytes:
@@ -66,7 +67,7 @@ def entry_bytes(entry: str) -> bytes:
 
 
 def _marked_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry in which a mark stands for blanks; <0xE4> is the byte E4."""
+    """Return the bytes of an entry in which a mark stands for spaces; <0xE4> is the byte E4."""
     if byte := _BYTE.fullmatch(entry):
         return bytes([int(byte[1], 16)])
     if entry.strip(_LINE_FEED) == "":
@@ -75,9 +76,9 @@ def _marked_bytes(entry: str) -> bytes:
 
 
 def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
-    """Return the string of each entry in a sequence, with blanks; joined, they are the decoded text.
+    """Return the string of each entry in a sequence, with spaces; their concatenation is the decoded text.
 
-    A character whose bytes are in several entries is assigned to the last of them; an invalid one is U+FFFD.
+    A character whose bytes are in several entries is assigned to the last of them; an invalid one becomes U+FFFD.
     """
     strings, pending = [], b""
     for number, entry in enumerate(entries):
@@ -89,7 +90,7 @@ def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return the length of `text` without an incomplete character at its end."""
+    """Return the length in bytes of `text` without an incomplete character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:
@@ -104,10 +105,11 @@ def _whole_characters(text: bytes) -> int:
 class WordEdges:
     """Determines word boundaries between the tokens of a vocabulary with V entries.
 
-    A token continues the word of the previous token if `continues` bool [V] is true, and its class in `first` uint8 [V]
-    equals the previous token's class in `last` uint8 [V]; class 0 matches all, and so do missing classes. `partial`
-    int64 [4, V] describes incomplete characters: at the start of an entry, number and value of the bytes that complete
-    the character; at its end, number of missing bytes, and value.
+    A token continues the word of the previous token if its `continues` (bool [V]) is true and the class of its first
+    character (`first`, uint8 [V]) equals the class of the previous token's last character (`last`, uint8 [V]). Class 0
+    matches all classes; without `first` and `last`, all match. `partial` (int64 [4, V]) describes characters that span
+    entries: number and value of the bytes at the start of an entry that complete a character; number of bytes that are
+    missing at its end, and value of the present bytes.
     """
 
     continues: np.ndarray
@@ -116,7 +118,7 @@ class WordEdges:
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which of consecutive tokens start a word, bool [T]; the first token has no context."""
+        """Return which of consecutive tokens start a word, bool [T]; no token precedes the first one."""
         starts = ~self.continues[tokens]
         if self.first is not None and self.last is not None:
             first, last = self.first[tokens], self.last[tokens]
@@ -128,10 +130,10 @@ class WordEdges:
 
 
 def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordEdges:
-    """Return the `WordEdges` of a vocabulary: words are approximately GPT-2's pre-tokens, including the blank before.
+    """Return the `WordEdges` of a vocabulary: words are approximately GPT-2's pre-tokens, with the space before them.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character. In a WordPiece (without `spell`),
-    "##" continues a word. A letter of a script without blanks starts a word, like ideographs in BERT, except in a
+    "##" continues a word. A letter of a script without spaces starts a word, like ideographs in BERT, except in a
     WordPiece for text that is already segmented into words (`is_segmented`).
     """
     if spell is None:
@@ -166,7 +168,8 @@ def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
 def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
     """Set the classes of tokens whose first or last character spans several tokens; invalid characters are letters.
 
-    In scripts without blanks, such a character's last token starts a word if its first token has another character.
+    In scripts without spaces, the last token of such a character starts a word if its first token also has another
+    character.
     """
     lead_sizes, leading, missing_bytes, trailing = partial
     inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
@@ -190,7 +193,7 @@ def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, la
 
 
 def _edge_classes(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes of first and last characters, uint8 [V] each; final marks have their base's class."""
+    """Return the classes of first and last characters, uint8 [V] each; a final mark has the class of its letter."""
     firsts = np.array([ord(string[0]) if string else 0 for string in strings], np.int64)
     lasts = np.array([ord(string[-1]) if string else 0 for string in strings], np.int64)
     first, last = _classes(firsts)[0], _classes(lasts)[1]
@@ -199,7 +202,7 @@ def _edge_classes(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes of characters at the start and at the end of a token; a blank matches any class."""
+    """Return the classes of characters at the start and at the end of a token; a space matches any class."""
     classes = character_classes(points)
     classes[classes < LETTER] = _SPACE
     classes[points == ord(" ")] = _ANY

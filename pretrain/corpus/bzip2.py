@@ -1,4 +1,4 @@
-"""Read ranges of a multi-stream bzip2 file, as from Wikimedia or pbzip2: streams can be decompressed separately."""
+"""Read ranges of a bzip2 file of several streams (Wikimedia, pbzip2), which can be decompressed separately."""
 
 import bz2
 import mmap
@@ -34,7 +34,7 @@ def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: P
 
 
 def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
-    """Return the bytes of the streams from `position` on, up to the first start of a record."""
+    """Return the content of the streams from `position` on, up to the first record start."""
     rest = b""
     while position < len(text):
         stream, position = _next_stream(text, position, chunk, problems)
@@ -46,7 +46,7 @@ def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: 
 
 
 def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problems) -> tuple[bytes, int]:
-    """Return the stream at `position`, empty if it is damaged, and the position of the next one."""
+    """Return the content of the stream at `position`, empty if it is damaged, and the position of the next stream."""
     try:
         return _read_stream(text, position)
     except (OSError, EOFError, ValueError) as error:
@@ -56,7 +56,7 @@ def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problem
 
 
 def _read_stream(text: mmap.mmap, position: int) -> tuple[bytes, int]:
-    """Return one stream and the position after it."""
+    """Return the content of the stream at `position`, and the position after it."""
     decompressor = bz2.BZ2Decompressor()
     contents = []
     while not decompressor.eof:

@@ -16,7 +16,7 @@ from pretrain.corpus.filters.evaluation_sets import MIN_TERMS
 from pretrain.corpus.inputs import first_faults
 
 CARD_FILES = ("card.json", "card.md")
-_COUNTS = (
+_SUMMED_KEYS = (  # of the sources, summed in the totals
     "documents_read",
     "too_short",
     "duplicates",
@@ -29,23 +29,23 @@ _COUNTS = (
     "text_bytes",
     "input_bytes",
 )
-_MAX_LISTED_FILES = 100
-_MAX_LISTED_PROBLEMS = 50
-MAX_LEFT_OUT = 0.05  # share of a source's characters skipped as headings, above which a hint is shown
-_MAX_UNKNOWN = 0.01  # share of unknown tokens, above which a hint is shown
+_MAX_LISTED_FILES = 100  # maximum files listed per source
+_MAX_LISTED_PROBLEMS = 50  # maximum faults listed in card.md
+MAX_LEFT_OUT = 0.05  # share of a source's characters skipped as headings above which a hint is shown
+_MAX_UNKNOWN = 0.01  # share of unknown tokens above which a hint is shown
 
 
-def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the unknown tokens and length histograms of a source, from the results of writing its shards."""
+def shard_statistics(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the unknown tokens and length histograms of a source, from the results of `stages.write_shard`."""
     lengths = {}
     for unit in ("document", "sentence"):
         counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
-        lengths[f"{unit}_lengths"] = _bins(np.asarray(counts))
+        lengths[f"{unit}_lengths"] = _filled_bins(np.asarray(counts))
     return {"unknown_tokens": sum(result["unknown"] for result in results), **lengths}
 
 
-def _bins(counts: np.ndarray) -> dict[str, int]:
-    """Return {"1": n, "2-3": n, "4-7": n, ...}: the counts by number of tokens, without empty bins."""
+def _filled_bins(counts: np.ndarray) -> dict[str, int]:
+    """Return {"1": n, "2-3": n, "4-7": n, ...}, the counts by number of tokens, without empty bins."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -67,39 +67,35 @@ def write_card(
     extension: dict[str, Any] | None,
     filtered: list[dict[str, Any]],
     evaluation: list[dict[str, Any]],
-    before: dict[str, Any],
+    old_card: dict[str, Any],
 ) -> None:
     """Write card.json and card.md.
 
-    `hashes` has {path: SHA-256} of each new source's files, `extension` facts about an extended vocabulary, `filtered`
-    the entries of filters, `evaluation` the entries of evaluation sets. If sources were added to a corpus, `before` is
-    its card; its sources come first and have no `hashes`.
+    `hashes` has {path: SHA-256} of each new source's files, `readings` the result of `finish.ReadingCounter`,
+    `extension` the entries about words added to the vocabulary, `filtered` and `evaluation` the entries of filters and
+    of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first, without
+    `hashes`.
     """
-    earlier = before.get("sources", [])
-    totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
+    old_sources = old_card.get("sources", [])
+    totals = {key: sum(source[key] for source in sources) for key in _SUMMED_KEYS} | _lost_entry(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     case = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
         case["strip_accents"] = bool(strip_accents)
-    listed = [{**entry, **source} for entry, source in zip(earlier, sources, strict=False)]
-    listed += map(_with_files, sources[len(earlier) :], hashes)
-    faults = [*before.get("problems", []), *problems]
+    listed = [{**entry, **source} for entry, source in zip(old_sources, sources, strict=False)]
+    listed += map(_with_files, sources[len(old_sources) :], hashes)
+    faults = [*old_card.get("problems", []), *problems]
     card = {
-        "vocabulary": {
-            "size": vocabulary_size,
-            **case,
-            **_kind_of(kind),
-            **(extension or {}),
-        },
+        "vocabulary": {"size": vocabulary_size, **case, **_kind_entry(kind), **(extension or {})},
         "language": language,
         "totals": totals,
         "sources": listed,
         "problems": [{**problem, "path": display_path(problem["path"])} for problem in faults],
     }
-    for key, of_readings in zip(("readings", "phases"), readings, strict=True):
-        if of_readings:
-            card[key] = of_readings
+    for key, value in zip(("readings", "phases"), readings, strict=True):
+        if value:
+            card[key] = value
     if filtered:
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered)
@@ -107,27 +103,27 @@ def write_card(
         card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
-        file.write(_markdown(card))
+        file.write(_to_markdown(card))
 
 
-def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of training documents dropped as copies of held-out text; {} if there are none."""
+def _lost_entry(sources: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the entry with the number of training documents dropped as copies of held-out text; {} if none."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
 
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
-    """Return a source with the number of its files and the first of their hashes."""
-    first = list(hashes.items())[:_MAX_LISTED_FILES]
-    return {**source, "files": len(hashes), "file_hashes": {display_path(path): digest for path, digest in first}}
+    """Return a source's entry with the number of its files and the hashes of the first files."""
+    listed = list(hashes.items())[:_MAX_LISTED_FILES]
+    return {**source, "files": len(hashes), "file_hashes": {display_path(path): digest for path, digest in listed}}
 
 
-_NONE_ADDED = " (no words added: none between blanks or punctuation has several tokens and occurs three times)"
-_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
+_NO_WORDS_ADDED = " (no words added: none has several tokens and occurs at least three times)"
+_KIND_NAMES = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 
-def _kind_of(kind: str) -> dict[str, str]:
-    """Return the kind as an entry of the card; {} for a WordPiece."""
+def _kind_entry(kind: str) -> dict[str, str]:
+    """Return the card's entry for the kind of vocabulary; {} for WordPiece."""
     return {} if kind == "wordpiece" else {"kind": kind}
 
 
@@ -140,7 +136,7 @@ def summary_line(folder: Path, outcome: str) -> str:
     vocabulary = f"vocabulary {manifest['vocabulary_size']:,}"
     if "added" in card["vocabulary"]:
         added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
-        vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)" if added else _NONE_ADDED
+        vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)" if added else _NO_WORDS_ADDED
     line = (
         f"{display_path(folder)}: {outcome}: {counted(totals['documents'], 'document')} "
         f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "
@@ -157,10 +153,10 @@ def summary_line(folder: Path, outcome: str) -> str:
 
 
 def _hints(card: dict[str, Any]) -> Iterator[str]:
-    """Yield warnings: sources without remaining documents, and settings to change if much of the text is lost."""
-    for number, source in enumerate(card["sources"]):
+    """Yield warnings about sources without remaining documents, and settings to change if much of the text is lost."""
+    for index, source in enumerate(card["sources"]):
         if source["documents_read"] and not source["documents"]:
-            filtered = sum(entry["by_source"][number] for entry in card.get("filters", []))
+            filtered = sum(entry["by_source"][index] for entry in card.get("filters", []))
             yield (
                 f" {source['name']}: none of its {counted(source['documents_read'], 'document')} is left "
                 f"({counted(source['duplicates'], 'duplicate')}, {source['too_short']:,} too short, {filtered:,} "
@@ -175,11 +171,11 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
                 "sentences or jsonl."
             )
     for entry in card.get("evaluation_sets", []):
-        if short := entry.get("too_short"):  # not on the cards of older versions
-            searchable = "none" if short == entry["texts"] else f"{entry['texts'] - short:,}"
+        if too_short := entry.get("too_short"):  # cards of older versions lack it
+            searchable = "none" if too_short == entry["texts"] else f"{entry['texts'] - too_short:,}"
             yield (
                 f" Evaluation set {entry['name']}: {searchable} of its {counted(entry['texts'], 'text')} can be "
-                f"searched for; {short:,} have fewer than {MIN_TERMS} words."
+                f"searched for; {too_short:,} have fewer than {MIN_TERMS} words."
             )
     if card["totals"]["unknown_rate"] > _MAX_UNKNOWN:
         vocabulary = card["vocabulary"]
@@ -191,24 +187,25 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
 
 
 def _if_any(wording: str, totals: dict[str, Any], key: str) -> str:
+    """Insert a total into `wording`; "" if it is 0 or missing."""
     return wording.format(totals[key]) if totals.get(key) else ""
 
 
-def _markdown(card: dict[str, Any]) -> str:
+def _to_markdown(card: dict[str, Any]) -> str:
     lines = [
         "# Corpus card",
         "",
         *_overview(card),
         "",
-        *_sources(card["sources"]),
+        *_source_section(card["sources"]),
         *reading_lines(card.get("readings", []), card.get("phases", [])),
         *left_out_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),
-        *_lengths("Tokens per document", card["sources"], "document_lengths"),
-        *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
-        *_faults(card["problems"]),
-        *_files(card["sources"]),
+        *_length_section("Tokens per document", card["sources"], "document_lengths"),
+        *_length_section("Tokens per sentence", card["sources"], "sentence_lengths"),
+        *_fault_section(card["problems"]),
+        *_file_section(card["sources"]),
     ]
     return "\n".join(lines)
 
@@ -218,7 +215,7 @@ def _overview(card: dict[str, Any]) -> list[str]:
     case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
     if "strip_accents" in card["vocabulary"]:
         case += ", without accents" if card["vocabulary"]["strip_accents"] else ", with accents"
-    kind = _KINDS[card["vocabulary"].get("kind", "wordpiece")]
+    kind = _KIND_NAMES[card["vocabulary"].get("kind", "wordpiece")]
     return [
         f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "
         f"{totals['tokens']:,} tokens ({totals['tokens'] / max(totals['words'], 1):.3f} per word), "
@@ -234,7 +231,7 @@ def _overview(card: dict[str, Any]) -> list[str]:
     ]
 
 
-def _sources(sources: list[dict[str, Any]]) -> list[str]:
+def _source_section(sources: list[dict[str, Any]]) -> list[str]:
     counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
     names = ("name", "kind", "license", "weight", "files", "input MB", *counts, "unknown")
     rows = [
@@ -251,7 +248,7 @@ def _sources(sources: list[dict[str, Any]]) -> list[str]:
     return ["## Sources", "", *header, *rows, ""]
 
 
-def _files(sources: list[dict[str, Any]]) -> list[str]:
+def _file_section(sources: list[dict[str, Any]]) -> list[str]:
     lines = ["## Files", ""]
     for source in sources:
         revision = f", revision {source['revision']}" if source["revision"] else ""
@@ -265,7 +262,7 @@ def _files(sources: list[dict[str, Any]]) -> list[str]:
 
 
 def shown_path(path: str) -> str:
-    """Shorten a path by folders that differ between machines: working directory, home, Python installation."""
+    """Remove folders that differ between machines from a path: working directory, home, Python installation."""
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
@@ -276,14 +273,14 @@ def shown_path(path: str) -> str:
     return path
 
 
-def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
+def _length_section(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
     bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
     rows = [table_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
     header = [table_row("tokens", *(source["name"] for source in sources)), table_row("---", *["---:"] * len(sources))]
     return [f"## {title}", "", *header, *rows, ""]
 
 
-def _faults(problems: list[dict[str, Any]]) -> list[str]:
+def _fault_section(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [

@@ -1,4 +1,4 @@
-"""Tables of the corpus card in Markdown, and the section on filters."""
+"""Sections of the corpus card with tables, in Markdown."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ def table_row(*cells: Any) -> str:
 
 
 def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) -> list[str]:
-    """Return the section on filters: documents by rule and source, then examples; [] if no filter dropped any."""
+    """Return the section on filters: documents dropped, by rule and source, and examples; [] if there are none."""
     if not filtered:
         return []
-    names = ("filter", "rule", "documents", "of all read", *(source["name"] for source in sources))
+    names = ("filter", "rule", "documents dropped", "share of documents read", *(source["name"] for source in sources))
     read = max(1, sum(source["documents_read"] for source in sources))
     rows = [
         table_row(
@@ -31,7 +31,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
         *header,
         *rows,
         "",
-        "Examples, the first of each rule in the order of the corpus:",
+        "Examples: the first documents that each rule dropped, in the order of the corpus:",
         "",
         *_examples(filtered),
         "",
@@ -39,7 +39,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
 
 
 def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
-    """Return the section on paragraphs that readers skipped as headings; [] if there are none."""
+    """Return the section on paragraphs that were skipped as headings or ornaments; [] if there are none."""
     rows = [
         table_row(
             source["name"],
@@ -50,12 +50,12 @@ def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
         for source in sources
         if (left_out := source.get("left_out"))
     ]
-    header = [table_row("source", "paragraphs", "characters", "of its text"), table_row("---", *["---:"] * 3)]
-    return ["## Left out as headings and ornaments", "", *header, *rows, ""] if rows else []
+    header = [table_row("source", "paragraphs", "characters", "share of characters"), table_row("---", *["---:"] * 3)]
+    return ["## Headings and ornaments that were left out", "", *header, *rows, ""] if rows else []
 
 
 def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
-    """Return the section on evaluation sets: how much of each is in the sources; [] if there are no sets."""
+    """Return the section on how much of each evaluation set occurs in the sources; [] if there are no sets."""
     if not sets:
         return []
     rows = [
@@ -64,11 +64,11 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
             *(f"{entry[key]:,}" for key in ("texts", "too_short", "found")),
             f"{100 * entry['found'] / searched:.2f} %"
             if (searched := entry["texts"] - entry["too_short"])
-            else "none searched for",
+            else "none searched",
         )
         for entry in sets
     ]
-    names = ("set", "texts", "too short to search for", "found in the sources", "share found")
+    names = ("evaluation set", "examples", "too short to search for", "found in the sources", "share found")
     header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 
@@ -83,17 +83,17 @@ def _examples(filtered: list[dict[str, Any]]) -> list[str]:
 
 
 def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str]:
-    """Return the section on how often an epoch reads each token, by sequence length, and on what each phase reads."""
+    """Return the section on how often an epoch reads each token, by sequence length, and on each phase's sources."""
     if not readings:
         return []
     names = (
         "sequence length",
-        "input",
-        "reads of a token",
-        "unread",
-        "twice",
-        "mean length",
-        "end with a sentence",
+        "input format",
+        "mean reads per token",
+        "tokens never read",
+        "tokens read twice",
+        "mean sample length",
+        "samples that end at a sentence boundary",
         "labeled pairs",
     )
     rows = [
@@ -109,11 +109,13 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
         )
         for reading in readings
     ]
-    counted = f"An epoch, counted on {readings[0]['tokens']:,} tokens by planning all of their samples."
+    measured = (
+        f"How often an epoch reads each token, measured by planning all samples of {readings[0]['tokens']:,} tokens."
+    )
     return [
-        "## Reading",
+        "## How training reads the corpus",
         "",
-        counted,
+        measured,
         "",
         table_row(*names),
         table_row(*["---"] * len(names)),

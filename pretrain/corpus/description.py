@@ -1,4 +1,4 @@
-"""Description of what `prepare` would do for a config: vocabulary, number of processes, files to read."""
+"""Describe what `prepare` would do for a config: vocabulary, number of processes, files to read."""
 
 import os
 from pathlib import Path
@@ -59,27 +59,27 @@ def configured_settings(corpus: CorpusConfig) -> dict[str, Any]:
 
 
 def process_count(config: PretrainConfig) -> int:
-    """Return the number of processes; 0 on a cluster means one per core."""
+    """Return the configured number of processes; by default, all cores of this machine, or of a cluster (0)."""
     default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or default
 
 
 def check_weights(config: PretrainConfig) -> None:
-    """Raise `InputError` if a phase weighs a source that the corpus will not have."""
+    """Raise `InputError` if a phase has a weight for a source that the corpus will not have."""
     known = {source_name(source): None for source in config.corpus.sources}
-    weighed = [(number, name) for number, phase in enumerate(config.phases) for name in phase.weights]
-    if any(name not in known for _, name in weighed):
+    weighted = [(index, name) for index, phase in enumerate(config.phases) for name in phase.weights]
+    if any(name not in known for _, name in weighted):
         prepared = prepared_manifest(config.corpus) or {"sources": []}
         known |= dict.fromkeys(source["name"] for source in prepared["sources"])
-    for number, name in weighed:
+    for index, name in weighted:
         if name not in known:
-            raise InputError(f"phases.{number}.weights: {not_one_of(name, list(known))}")
+            raise InputError(f"phases.{index}.weights: {not_one_of(name, list(known))}")
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """Describe what `prepare` would do, for --dry-run; `tokenizer` as in `prepare`.
 
-    Raises `InputError` like `prepare`, also if the corpus is finished and was prepared with other settings.
+    Raises `InputError` like `prepare`, such as for a finished corpus that was prepared with other settings.
     """
     check_weights(config)
     corpus, folder = config.corpus, config.corpus.folder
@@ -90,15 +90,16 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     listed = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_line_breaks(corpus, tokenizer or configured_tokenizer(corpus))
-    compared = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
+    are_local = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
     if manifest and listed:
-        inputs = listed if compared else [[] for _ in listed]
+        inputs = listed if are_local else [[] for _ in listed]
         settings = fingerprint_settings(corpus, inputs, tokenizer or configured_tokenizer(corpus))
-        if compared:
-            same = None if corpus.vocabulary.added_words else tokenizer
-            if same is not None:
-                check_same_tokenizer(folder, same)
-            numbers = match_sources(folder, manifest, corpus.sources, listed, settings, vocabulary=same is None)
+        if are_local:
+            same_tokenizer = None if corpus.vocabulary.added_words else tokenizer
+            if same_tokenizer is not None:
+                check_same_tokenizer(folder, same_tokenizer)
+            compared = corpus.sources, listed, settings
+            numbers = match_sources(folder, manifest, *compared, vocabulary=same_tokenizer is None)
             new = [index for index, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
             new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
@@ -119,7 +120,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     return {
         "dir": str(folder),
         "state": state,
-        "sources_compared": compared,
+        "sources_compared": are_local,
         "processes": process_count(config),
         "address": config.scheduling.address,
         "bytes": sum(rows[index]["bytes"] for index in new),

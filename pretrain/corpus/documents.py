@@ -1,8 +1,8 @@
-"""Select documents: which are kept, which are held out, and which shard each belongs to.
+"""Decide which documents are kept, which are held out, and which shard each belongs to.
 
-Memory hardly grows with the number of documents: 155 MB for 6.5 million, 185 MB for 650 million. Their tables stay in
-the part files and are read one part at a time; equal documents are found in buckets of hashes; a file with a byte per
-document marks the kept documents. Only a few numbers per part file are in memory.
+Memory hardly grows with the number of documents: 155 MB for 6.5 million, 185 MB for 650 million. Only a few numbers per
+part file (`parts`) are in memory. The tables of documents stay in the part files and are read one file at a time; equal
+documents are found in buckets of hashes; a file with a byte per document marks the kept ones.
 """
 
 from __future__ import annotations
@@ -26,34 +26,30 @@ from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
-_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-MAX_DOCUMENTS = 1 << 21  # processed together, in about 150 MB
+_MIN_VALIDATION_DOCUMENTS = 2  # two, since a random next sentence comes from another document
+MAX_DOCUMENTS = 1 << 21  # maximum documents processed together, in about 150 MB
 _KEPT = "kept"  # file in the work folder: a byte per document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
 _KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash in sortable form
-_SAMPLE_BITS = 16  # leading bits of a hash that select its histogram bin, to choose a sample
-_ORDER_BITS = 16  # leading bits of a position in the random order that select its bin, to cut shards
-_SHIFT = 64 - _ORDER_BITS
-_PARTS = "parts-{}.json"  # file in the work folder: a source's part files, and the number of each one's first document
+_SAMPLE_BITS = 16  # number of leading bits of a hash that select its histogram bin, to choose a sample
+_ORDER_BITS = 16  # number of leading bits of a sort key (`random_order`) that select its bin, to cut shards
+_ORDER_SHIFT = 64 - _ORDER_BITS
+_PARTS = "parts-{}.json"  # file in the work folder: a source's part files, and the index of each one's first document
 SPLITS = ("train", "validation")
-_Known = Sequence[tuple[np.ndarray, bool | None]]
+_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]
 
 
 @dataclass
 class ChunkSummary:
-    """The result of `stages.read` for a chunk: number of documents read, and part files of the remaining documents.
-
-    `filtered` has the entries of a `Report` on documents that filters dropped, `seen` the numbers of the evaluation
-    sets' examples that were found.
-    """
+    """The result of `stages.read` for a chunk."""
 
     source: int
-    documents: int
-    parts: list[str]
-    filtered: list[dict[str, Any]] = field(default_factory=list)
-    seen: list[int] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)  # as in `Problems`
+    documents: int  # number of documents read
+    parts: list[str]  # part files with the documents that remain after filtering
+    filtered: list[dict[str, Any]] = field(default_factory=list)  # entries of a `Report` on dropped documents
+    seen: list[int] = field(default_factory=list)  # indices of evaluation examples that occur in documents
+    left_out: dict[str, int] = field(default_factory=dict)  # `Problems.left_out`
 
     @property
     def dropped(self) -> int:
@@ -61,7 +57,7 @@ class ChunkSummary:
         return sum(entry["documents"] for entry in self.filtered)
 
     def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
-        """Drop examples beyond the maximum in the card, and numbers already seen; update `examples` and `seen`."""
+        """Drop examples beyond the maximum per rule, and indices that are in `seen`; update `examples` and `seen`."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
             entry["examples"] = entry["examples"][: MAX_EXAMPLES - examples[rule]]
@@ -72,7 +68,7 @@ class ChunkSummary:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of a source and split whose positions in the source's random order are in [low, high).
+    """Documents of a source and split whose sort keys (`random_order`) are in [low, high).
 
     This object is small: a process that writes a shard reads the tables of documents itself.
     """
@@ -84,14 +80,14 @@ class DocumentRange:
     held_out: bool  # whether the entire source is held out
     last_held_out: int  # the highest hash of a held-out document; -1 for none
 
-    def documents(self, work: Path) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (part file, numbers of the chosen documents, ascending) for each part of the source."""
-        for name, first in json.loads((work / _PARTS.format(self.source)).read_text(encoding="utf-8")):
-            table = load_documents(work / name)
-            order = random_order(table["hash"])  # ascending
-            start = int(np.searchsorted(order, np.uint64(self.low)))
-            end = int(np.searchsorted(order, np.uint64(self.high - 1), "right"))
-            kept = np.fromfile(work / _KEPT, bool, end - start, offset=first + start)
+    def documents(self, work_dir: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (part file, ascending indices of the selected documents in it) for each part file of the source."""
+        for name, first in json.loads((work_dir / _PARTS.format(self.source)).read_text(encoding="utf-8")):
+            table = load_documents(work_dir / name)
+            sort_keys = random_order(table["hash"])  # ascending
+            start = int(np.searchsorted(sort_keys, np.uint64(self.low)))
+            end = int(np.searchsorted(sort_keys, np.uint64(self.high - 1), "right"))
+            kept = np.fromfile(work_dir / _KEPT, bool, end - start, offset=first + start)
             held_out = are_held_out(table[start:end], self.last_held_out, entire_source=self.held_out)
             yield name, start + np.flatnonzero(kept & (held_out == (self.split == "validation")))
 
@@ -101,16 +97,16 @@ class ShardPlan:
     """The documents of one shard."""
 
     name: str
-    choice: DocumentRange
+    document_range: DocumentRange
     totals: dict[str, int]  # documents, sentences, tokens
 
     @property
     def split(self) -> str:
-        return self.choice.split
+        return self.document_range.split
 
     @property
     def source(self) -> int:
-        return self.choice.source
+        return self.document_range.source
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,6 @@ class _DecidedPart:
 
     name: str
     source: int
-    first: int  # number of the first document
     table: np.ndarray  # DOCUMENT [D]
     kept: np.ndarray  # bool [D]
     held_out: np.ndarray  # bool [D]
@@ -132,25 +127,28 @@ class _DecidedPart:
 class Documents:
     """All documents in the order of the corpus."""
 
-    def __init__(self, work: Path, read: list[ChunkSummary], fraction: float, held_out: Mapping[int, str]) -> None:
-        self._work = work
-        self._read = read
-        self._parts = [(part, summary.source) for summary in read for part in summary.parts]
-        self._first = np.cumsum([0, *(count_documents(work / part) for part, _ in self._parts)])
-        self._count = int(self._first[-1])
-        self._fraction, self._below = fraction, np.uint64(fraction * 2**64)
+    def __init__(
+        self, work_dir: Path, summaries: list[ChunkSummary], fraction: float, held_out: Mapping[int, str]
+    ) -> None:
+        self._work_dir = work_dir
+        self._summaries = summaries
+        self._parts = [(part, summary.source) for summary in summaries for part in summary.parts]
+        self._part_starts = np.cumsum([0, *(count_documents(work_dir / part) for part, _ in self._parts)])
+        self._count = int(self._part_starts[-1])
+        self._fraction, self._hash_limit = fraction, np.uint64(fraction * 2**64)  # lower hashes are held out
         self._held_out_sources = held_out
-        self._only_held_out = all(summary.source in held_out for summary in read)  # a corpus only for evaluation
+        self._only_held_out = all(summary.source in held_out for summary in summaries)  # a corpus only for evaluation
         self._last_held_out = -1  # the highest hash of a held-out document
         self._near: NearDuplicates | None = None
-        # By source: near-duplicates, training documents that match held-out ones, held-out documents in training text.
-        numbers = 1 + max([*(summary.source for summary in read), *held_out], default=-1)
-        self._near_counts, self._lost, self._trained = np.zeros((3, numbers), np.int64)
+        # Counts by source: near-duplicates, training documents that match held-out ones, held-out documents that the
+        # corpus already trains on.
+        count = 1 + max([*(summary.source for summary in summaries), *held_out], default=-1)
+        self._near_counts, self._lost, self._trained = np.zeros((3, count), np.int64)
 
     @classmethod
     def load(
         cls,
-        work: Path,
+        work_dir: Path,
         summaries: list[ChunkSummary],
         validation_fraction: float,
         held_out: Mapping[int, str] = MappingProxyType({}),
@@ -161,16 +159,16 @@ class Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         Args:
-            validation_fraction: of documents to hold out, except for sources that are entirely held out.
-            held_out: number -> name of the sources that are entirely held out.
-            near_duplicates: documents to drop.
+            validation_fraction: fraction of documents to hold out in sources that are not entirely held out.
+            held_out: {index: name} of the sources that are entirely held out.
+            near_duplicates: near-duplicates to drop.
             faults: entries of `Problems`, to explain an empty corpus.
-            known: files of `write_hashes` with documents that the corpus already has, which are dropped; each with True
-                for training documents, False for held-out documents, None if both may occur.
+            known: files of `write_hashes` with documents that the corpus already has, which are dropped; and whether
+                they are training documents (True), held-out documents (False), or possibly both (None).
 
         Raises `InputError` if no document is left, or if the corpus trains on documents of a source to hold out.
         """
-        documents = cls(work, summaries, validation_fraction, held_out)
+        documents = cls(work_dir, summaries, validation_fraction, held_out)
         if not documents._count:
             raise _empty_error(summaries, faults)
         documents._drop(near_duplicates, [(load_hashes(path), is_trained) for path, is_trained in known])
@@ -180,50 +178,53 @@ class Documents:
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None, known: _Known) -> None:
+    def _drop(self, near_duplicates: NearDuplicates | None, known: _KnownHashes) -> None:
         """Keep the first of each group of equal documents, unless it is known or a near-duplicate of an earlier one.
 
         Documents of held-out sources precede all others.
         """
         self._near = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
-        hashed = Buckets(self._work / "hashed", _HASHED, count)
-        for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
-            hashes = load_documents(self._work / part)["hash"]
+        hash_buckets = Buckets(self._work_dir / "hashed", _HASHED, count)
+        for (part, _), first in zip(self._parts, self._part_starts.tolist(), strict=False):
+            hashes = load_documents(self._work_dir / part)["hash"]
             rows = np.zeros(len(hashes), _HASHED)
             rows["hash"], rows["document"] = hashes, np.arange(first, first + len(hashes))
-            hashed.add(rows, bucket_of(hashes[:, 0], count))
-        dropped = Buckets(self._work / "dropped", _DROPPED, count)
-        for rows in hashed.drain():
-            duplicates = self._find_dropped(rows, near_duplicates, known)
-            dropped.add(duplicates, duplicates["document"] // np.uint64(MAX_DOCUMENTS))
-        with atomic_open(self._work / _KEPT) as file:
-            for number, duplicates in enumerate(dropped.drain()):
-                start = number * MAX_DOCUMENTS
+            hash_buckets.add(rows, bucket_of(hashes[:, 0], count))
+        dropped_buckets = Buckets(self._work_dir / "dropped", _DROPPED, count)
+        for rows in hash_buckets.drain():
+            dropped = self._find_dropped(rows, near_duplicates, known)
+            dropped_buckets.add(dropped, dropped["document"] // np.uint64(MAX_DOCUMENTS))
+        with atomic_open(self._work_dir / _KEPT) as file:
+            for index, dropped in enumerate(dropped_buckets.drain()):
+                start = index * MAX_DOCUMENTS
                 kept = np.ones(min(MAX_DOCUMENTS, self._count - start), bool)
-                kept[duplicates["document"] - np.uint64(start)] = False
+                kept[dropped["document"] - np.uint64(start)] = False
                 kept.tofile(file)
-                self._near_counts += self._by_source(duplicates["document"][duplicates["near"]])
-                self._lost += self._by_source(duplicates["document"][duplicates["lost"]])
+                self._near_counts += self._count_by_source(dropped["document"][dropped["near"]])
+                self._lost += self._count_by_source(dropped["document"][dropped["lost"]])
 
-    def _find_dropped(self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
-        """Return the documents to drop, _DROPPED; `rows` must have all documents with the same hashes."""
-        is_other, hashes = ~np.isin(self._sources(rows["document"]), [*self._held_out_sources]), rows["hash"]
-        order = np.lexsort((rows["document"], is_other, hashes[:, 1], hashes[:, 0]))
-        rows, is_other = rows[order], is_other[order]
+    def _find_dropped(
+        self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _KnownHashes
+    ) -> np.ndarray:
+        """Return the documents to drop, _DROPPED; `rows` must contain all documents with the same hash."""
+        hashes, in_held_out = rows["hash"], np.isin(self._sources(rows["document"]), [*self._held_out_sources])
+        order = np.lexsort((rows["document"], ~in_held_out, hashes[:, 1], hashes[:, 0]))
+        rows, in_held_out = rows[order], in_held_out[order]
         documents, hashes = rows["document"], rows["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
-        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
-        below = hashes[:, 0] < self._below
-        lost, (near, trained, held_out) = is_other & ~is_other[first], np.zeros((3, len(rows)), bool)
+        first_equal = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
+        in_fraction = hashes[:, 0] < self._hash_limit
+        lost, (near, trained, held_out) = ~in_held_out & in_held_out[first_equal], np.zeros((3, len(rows)), bool)
         for known_hashes, are_trained in known:
             is_known = are_among(known_hashes, hashes)
             drop |= is_known
             trained |= is_known & bool(are_trained)
             # If near-duplicates are not searched, the corpus has an equal document for each dropped one.
-            held_out |= is_known & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
-        lost |= is_other & held_out & ~trained
-        self._trained += self._by_source(documents[trained & ~is_other])
+            is_held_out = are_trained is False or (are_trained is None and not near_duplicates)
+            held_out |= is_known & (in_fraction | is_held_out)
+        lost |= ~in_held_out & held_out & ~trained
+        self._trained += self._count_by_source(documents[trained & in_held_out])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop
             lost |= are_among(near_duplicates.lost, hashes) & near
@@ -233,13 +234,15 @@ class Documents:
         return dropped
 
     def _sources(self, documents: np.ndarray) -> np.ndarray:
+        """Return the index of each document's source, int64 [D]."""
         sources = np.array([source for _, source in self._parts], np.int64)
-        return sources[np.searchsorted(self._first, documents, "right") - 1]
+        return sources[np.searchsorted(self._part_starts, documents, "right") - 1]
 
-    def _by_source(self, documents: np.ndarray) -> np.ndarray:
+    def _count_by_source(self, documents: np.ndarray) -> np.ndarray:
         return np.bincount(self._sources(documents), minlength=len(self._lost))
 
     def _refuse_trained(self) -> None:
+        """Raise `InputError` if the corpus already trains on documents of a held-out source."""
         similar = self._near.trained if self._near else {}
         counts = {name: (int(self._trained[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
         named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
@@ -251,20 +254,19 @@ class Documents:
             )
 
     def _hold_out(self) -> None:
-        """Hold out the documents with hashes below the fraction; if there are too few, take the lowest hashes."""
-        below, fraction = self._below, self._fraction
+        """Hold out the fraction of documents with the lowest hashes, but at least `_MIN_VALIDATION_DOCUMENTS`."""
         held_out, lowest = 0, np.zeros(0, np.uint64)
         for part in self._decided_parts():
-            first = part.table["hash"][part.kept, 0]
-            held_out += int((first < below).sum())
-            lowest = np.sort(np.append(lowest, first))[:_MIN_VALIDATION_DOCUMENTS]
+            hashes = part.table["hash"][part.kept, 0]
+            held_out += int((hashes < self._hash_limit).sum())
+            lowest = np.sort(np.append(lowest, hashes))[:_MIN_VALIDATION_DOCUMENTS]
         if not len(lowest):
             raise InputError(
                 f"corpus.sources: none of {counted(self._count, 'document')} is new, all are in the corpus already. "
                 "Remove the sources that add nothing from the config."
             )
-        is_enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
-        self._last_held_out = int(below) - 1 if is_enough else int(lowest[-1])
+        is_enough = self._fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
+        self._last_held_out = int(self._hash_limit) - 1 if is_enough else int(lowest[-1])
         if not self._has_training_documents() and not self._only_held_out:
             kept = sum(int(part.kept.sum()) for part in self._decided_parts())
             raise InputError(
@@ -278,12 +280,12 @@ class Documents:
 
     def _decided_parts(self, start: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
         """Yield the parts that contain documents in [start, end)."""
-        start = max(0, int(np.searchsorted(self._first, start, "right")) - 1)
-        stop = int(np.searchsorted(self._first, self._count if end is None else end))
-        for (name, source), first in zip(self._parts[start:stop], self._first[start:stop].tolist(), strict=True):
-            table = load_documents(self._work / name)
-            kept = np.fromfile(self._work / _KEPT, bool, len(table), offset=first)
-            yield _DecidedPart(name, source, first, table, kept, kept & self._are_held_out(table, source))
+        start = max(0, int(np.searchsorted(self._part_starts, start, "right")) - 1)
+        stop = int(np.searchsorted(self._part_starts, self._count if end is None else end))
+        for (name, source), first in zip(self._parts[start:stop], self._part_starts[start:stop].tolist(), strict=True):
+            table = load_documents(self._work_dir / name)
+            kept = np.fromfile(self._work_dir / _KEPT, bool, len(table), offset=first)
+            yield _DecidedPart(name, source, table, kept, kept & self._are_held_out(table, source))
 
     def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
         return are_held_out(table, self._last_held_out, entire_source=source in self._held_out_sources)
@@ -291,9 +293,9 @@ class Documents:
     # ------------------------------------------------------------ samples and shards
 
     def sample(self, max_bytes: int) -> Iterator[tuple[str, np.ndarray, int]]:
-        """Yield (part, bool [D] chosen, bytes of the chosen documents) for each part.
+        """Yield (part file, mask of the sampled documents, their bytes of text) for each part file; masks are bool [D].
 
-        The training documents with the lowest hashes are chosen: at least one, and at most `max_bytes` of text.
+        The training documents with the lowest hashes are sampled: at least one, and at most `max_bytes` of text.
         """
         last = self._max_sampled_hash(max_bytes)
         for part, candidates in self._candidates():
@@ -302,17 +304,17 @@ class Documents:
 
     def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
         """Yield each part and its training documents, bool [D]; if the corpus has none, its kept documents."""
-        is_any = self._has_training_documents()
+        has_training = self._has_training_documents()
         for part in self._decided_parts():
-            yield part, part.of_split("train") if is_any else part.kept
+            yield part, part.of_split("train") if has_training else part.kept
 
     def _max_sampled_hash(self, max_bytes: int) -> np.uint64:
-        """Return the maximum hash of a sample: a histogram selects a bin, and the documents in this bin the hash."""
+        """Return the maximum hash in a sample: a histogram gives its bin, and the documents in this bin the hash."""
         shift, bins = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
-        numbers, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+        counts, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
         for part, candidates in self._candidates():
             bin_of = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
-            numbers += np.bincount(bin_of, minlength=bins)
+            counts += np.bincount(bin_of, minlength=bins)
             sizes += np.bincount(bin_of, part.table["bytes"][candidates], bins).astype(np.int64)
         ends = np.cumsum(sizes)
         last_bin = int(np.searchsorted(ends, max_bytes, "right"))
@@ -326,19 +328,19 @@ class Documents:
         ordered = ordered[np.argsort(ordered["hash"][:, 1])]
         cumulative = ends[last_bin] - sizes[last_bin] + np.cumsum(ordered["bytes"], dtype=np.int64)
         fitting_count = int((cumulative <= max_bytes).sum())
-        if not fitting_count and numbers[:last_bin].any():
+        if not fitting_count and counts[:last_bin].any():
             return np.uint64((last_bin << int(shift)) - 1)
         return ordered["hash"][max(1, fitting_count) - 1, 1]
 
     def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
-        """Write the hashes (uint64 [D, 2], ascending) of a source's training documents, or of all others, to `path`.
+        """Write hashes (uint64 [D, 2], ascending) to `path`: of a source's training documents, or of all its others.
 
         The others are held out, or dropped because the corpus has an equal or similar document.
         """
         parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-        start, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
+        start, end = (int(self._part_starts[parts[0]]), int(self._part_starts[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - start) // MAX_DOCUMENTS))
-        sorted_hashes = Buckets(self._work / "signatures", _KNOWN, count)
+        sorted_hashes = Buckets(self._work_dir / "signatures", _KNOWN, count)
         for part in self._decided_parts(start, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
             sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), bucket_of(hashes[:, 0], count))
@@ -346,31 +348,31 @@ class Documents:
             for hashes in sorted_hashes.drain():
                 np.unique(hashes).tofile(file)
 
-    def plan(self, shard_tokens: int, first: Mapping[str, int] | None = None) -> list[ShardPlan]:
+    def plan(self, shard_tokens: int, first_shards: Mapping[str, int] | None = None) -> list[ShardPlan]:
         """Cut the randomly ordered documents of each source and split into shards of at most `shard_tokens` tokens.
 
-        Only a shard of a single bin may have more. The parts of each source are listed in the work folder. The shards
-        of each split are numbered from `first[split]` on.
+        Only a shard of a single bin may have more. The numbers of the shards of a split start at `first_shards[split]`.
+        Each source's part files are listed in a file of the work folder.
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
             numbers = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-            listed = [(self._parts[number][0], int(self._first[number])) for number in numbers]
-            write_json(self._work / _PARTS.format(source), listed)
-            totals = self._totals(int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1]))
+            listed = [(self._parts[number][0], int(self._part_starts[number])) for number in numbers]
+            write_json(self._work_dir / _PARTS.format(source), listed)
+            totals = self._totals(int(self._part_starts[numbers[0]]), int(self._part_starts[numbers[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
                 for low, high, sums in _cut_bins(split_totals, shard_tokens):
-                    name = f"{split}-{(first or {}).get(split, 0) + len(plans[split]):05d}"
+                    name = f"{split}-{(first_shards or {}).get(split, 0) + len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
-                    choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
-                    plans[split].append(ShardPlan(name, choice, sums))
+                    document_range = DocumentRange(source, split, low, high, held_out, self._last_held_out)
+                    plans[split].append(ShardPlan(name, document_range, sums))
         return [plan for split in SPLITS for plan in plans[split]]
 
     def _totals(self, start: int, end: int) -> np.ndarray:
         """Return int64 [splits, 3, bins]: documents, sentences and tokens in each bin of the random order."""
         totals = np.zeros((len(SPLITS), 3, 1 << _ORDER_BITS), np.int64)
         for part in self._decided_parts(start, end):
-            bins = (random_order(part.table["hash"]) >> np.uint64(64 - _ORDER_BITS)).astype(np.int64)
+            bins = (random_order(part.table["hash"]) >> np.uint64(_ORDER_SHIFT)).astype(np.int64)
             for number, split in enumerate(SPLITS):
                 chosen = part.of_split(split)
                 for row, weights in enumerate((None, part.table["sentences"][chosen], part.table["items"][chosen])):
@@ -380,26 +382,27 @@ class Documents:
     # ------------------------------------------------------------ the card
 
     def filtered(self, source_count: int) -> list[dict[str, Any]]:
-        """Return the entries of a `Report` on all filters, each with the documents `by_source`."""
-        report = Report(entry for summary in self._read for entry in summary.filtered)
+        """Return the entries of a `Report` on all filters, each with the documents dropped from each source."""
+        report = Report(entry for summary in self._summaries for entry in summary.filtered)
         entries = {(entry["filter"], entry["rule"]): entry for entry in report.entries()}
         for entry in entries.values():
             entry["by_source"] = [0] * source_count
-        for summary in self._read:
+        for summary in self._summaries:
             for dropped in summary.filtered:
                 entries[dropped["filter"], dropped["rule"]]["by_source"][summary.source] += dropped["documents"]
         return [*entries.values(), *self._filtered_near(source_count)]
 
     def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
-        seen = np.array(sorted({number for summary in self._read for number in summary.seen}), np.int64)
-        first = np.cumsum([0, *(size["texts"] for size in sizes)])
-        found = np.diff(np.searchsorted(seen, first))
+        seen = np.array(sorted({number for summary in self._summaries for number in summary.seen}), np.int64)
+        set_starts = np.cumsum([0, *(size["texts"] for size in sizes)])
+        found = np.diff(np.searchsorted(seen, set_starts))
         return [
             {"name": name, **size, "found": int(number)} for name, size, number in zip(names, sizes, found, strict=True)
         ]
 
     def _filtered_near(self, source_count: int) -> list[dict[str, Any]]:
+        """Return the entry on near-duplicates in a list; [] if none were dropped."""
         if self._near is None or not self._near_counts.any():
             return []
         by_source = [self._near_count(number) for number in range(source_count)]
@@ -417,37 +420,37 @@ class Documents:
         """Return the number of near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
-    def left_out(self, source: int) -> dict[str, int]:
+    def skipped_paragraphs(self, source: int) -> dict[str, int]:
         """Return {paragraphs, characters, read_characters} of headings that a reader skipped; {} if there are none."""
-        total = sum((Counter(summary.left_out) for summary in self._read if summary.source == source), Counter())
+        total = sum((Counter(summary.left_out) for summary in self._summaries if summary.source == source), Counter())
         return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}
 
-    def figures(self, source_count: int) -> list[dict[str, int]]:
+    def statistics(self, source_count: int) -> list[dict[str, int]]:
         """Return the counts of each source for the card."""
-        unfiltered, result = [0] * source_count, []
-        for number in range(source_count):
-            summaries = [summary for summary in self._read if summary.source == number]
+        unaccounted, result = [0] * source_count, []
+        for source in range(source_count):
+            summaries = [summary for summary in self._summaries if summary.source == source]
             read = sum(summary.documents for summary in summaries)
-            unfiltered[number] = read - sum(summary.dropped for summary in summaries)
+            unaccounted[source] = read - sum(summary.dropped for summary in summaries)
             names = ("too_short", "duplicates", "lost_to_held_out", "documents", "validation_documents")
             result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
         for part in self._decided_parts():
-            figures = result[part.source]
-            unfiltered[part.source] -= len(part.table)
-            figures["duplicates"] += int((~part.kept).sum())
-            figures["documents"] += int(part.kept.sum())
-            figures["validation_documents"] += int(part.held_out.sum())
+            counts = result[part.source]
+            unaccounted[part.source] -= len(part.table)
+            counts["duplicates"] += int((~part.kept).sum())
+            counts["documents"] += int(part.kept.sum())
+            counts["validation_documents"] += int(part.held_out.sum())
             for name, field_name in _SUMS.items():
-                figures[name] += int(part.table[field_name][part.kept].sum(dtype=np.int64))
-        for number, figures in enumerate(result):
-            figures["too_short"] = unfiltered[number]
-            figures["duplicates"] -= self._near_count(number)
-            figures["lost_to_held_out"] = int(self._lost[number]) if number < len(self._lost) else 0
+                counts[name] += int(part.table[field_name][part.kept].sum(dtype=np.int64))
+        for source, counts in enumerate(result):
+            counts["too_short"] = unaccounted[source]
+            counts["duplicates"] -= self._near_count(source)
+            counts["lost_to_held_out"] = int(self._lost[source]) if source < len(self._lost) else 0
         return result
 
 
 _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_bytes": "bytes"}
-"""Figure of the card -> field of DOCUMENT."""
+"""Key of the card -> field of DOCUMENT that is summed."""
 
 
 def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
@@ -464,14 +467,14 @@ def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]])
 
 
 def are_held_out(table: np.ndarray, last: int, *, entire_source: bool) -> np.ndarray:
-    """Return which documents are held out, bool [D]: all with hashes up to `last`, or the `entire_source`."""
+    """Return which documents are held out, bool [D]: with hashes up to `last`, or all (`entire_source`)."""
     if entire_source or last < 0:
         return np.full(len(table), entire_source)
     return table["hash"][:, 0] <= np.uint64(last)
 
 
 def _cut_bins(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Yield ranges of bins with at most `max_tokens` tokens: (start and end in the random order, totals).
+    """Yield ranges of bins with at most `max_tokens` tokens: (lowest sort key, end of the sort keys, totals).
 
     `totals` int64 [3, bins] has the documents, sentences and tokens of each bin.
     """
@@ -482,6 +485,6 @@ def _cut_bins(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, d
         before = ends[:, start - 1] if start else np.zeros(3, np.int64)
         end = max(start + 1, int(np.searchsorted(ends[2], before[2] + max_tokens, "right")))
         documents, sentences, tokens = (ends[:, end - 1] - before).tolist()
-        low, high = (int(filled[start]) << _SHIFT, (int(filled[end - 1]) + 1) << _SHIFT)
+        low, high = (int(filled[start]) << _ORDER_SHIFT, (int(filled[end - 1]) + 1) << _ORDER_SHIFT)
         yield low, high, {"documents": documents, "sentences": sentences, "tokens": tokens}
         start = end

@@ -1,13 +1,14 @@
 """Extend a vocabulary by the words of a corpus that save the most tokens.
 
-A word that occurs n times and has p tokens costs n x p tokens; as a new entry it costs n. New entries come after the
-old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
+A word that occurs n times and has p tokens takes n x p tokens in the corpus; as a new entry, it takes n. New entries
+come after the old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
 
-WordPiece matches the longest entry. In a Unigram, the score of a new entry slightly exceeds the sum of its pieces'
-scores: so little that other words do not change, but more for more pieces, so that a longer word is preferred to its
-prefix. A BPE that first splits text into words looks up a whole word before applying merges (`ignore_merges`).
+The tokenizers find new entries in different ways. WordPiece matches the longest entry. In a Unigram, the score of a new
+entry slightly exceeds the sum of its pieces' scores: so little that other words do not change, but more for more
+pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up a whole word
+before applying merges (`ignore_merges`).
 
-In scripts without blanks, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
+In scripts without spaces, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
 """
 
 import collections
@@ -30,14 +31,14 @@ from pretrain.corpus.byte_words import entry_bytes
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import drop_rarest, vocabulary_size
 
-MAX_UINT16_ENTRIES = 1 << 16  # vocabulary size up to which a shard's ids have 16 bits, see `shards.token_dtype`
-_MIN_COUNT = 3  # minimum occurrences of a word, which must train its embedding
-_SAMPLED_BYTES = 256 << 20  # text in which words are counted
-_MEASURED_CHARACTERS = 2 << 20  # text that is encoded to measure the savings
-_MAX_DOCUMENT_CHARACTERS = 1 << 18  # per document of this text
-_LEARNED_CHARACTERS = 4 << 20  # text from which letter sequences are learned
+MAX_UINT16_ENTRIES = 1 << 16  # maximum vocabulary size for 16-bit ids in shards, see `shards.token_dtype`
+_MIN_COUNT = 3  # minimum occurrences of a new word, so that its embedding can be trained
+_SAMPLED_BYTES = 256 << 20  # bytes of text in which words are counted
+_MEASURED_CHARACTERS = 2 << 20  # characters of text that are encoded to measure the savings
+_MAX_DOCUMENT_CHARACTERS = 1 << 18  # maximum characters of a document in this text
+_LEARNED_CHARACTERS = 4 << 20  # characters of the words from which letter sequences are learned
 _ASCII_WORD = re.compile(r"\w+")
-_EXTRA_SEQUENCES = 100  # learned in addition to the maximum, since not all of them are added
+_EXTRA_SEQUENCES = 100  # sequences learned beyond the maximum number of words, since not all of them are added
 _FIRST_PRIVATE = 0xF0000  # first private-use character; each represents a letter with its marks
 _SCORE_MARGIN = 1e-4  # log probability by which a new word exceeds its pieces, per saved piece
 
@@ -52,7 +53,7 @@ class Extension(NamedTuple):
 def sampled_words(
     inputs: Iterable[tuple[SourceConfig, Sequence[Input]]],
 ) -> tuple[collections.Counter[str], list[str]]:
-    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over the text."""
+    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over it."""
     read = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in read]
     known = [size for size in sizes if math.isfinite(size)]
@@ -75,7 +76,7 @@ def sampled_words(
 
 
 def saved_share(before: Tokenizer, after: Tokenizer, documents: Sequence[str]) -> float:
-    """Return the share of tokens that the tokenizer `after` saves in documents, compared to `before`."""
+    """Return the share of tokens in documents that the tokenizer `after` saves over `before`."""
     old, new = (
         sum(len(encoding.ids) for encoding in tokenizer.encode_batch(documents, add_special_tokens=False))
         for tokenizer in (before, after)
@@ -99,7 +100,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     """
     check_extension(tokenizer, max_words)
     unknown, known = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
-    words = _pre_tokenized(tokenizer, counts)
+    words = _count_pre_tokens(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
     pieces = _ids_of(tokenizer, {**words, **candidates})
@@ -117,7 +118,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
         broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
-        # If the longest match is a new entry, no entries may match the rest of a longer word, which becomes [UNK].
+        # If WordPiece matches a new entry first, the rest of a longer word may match no entry, so the word is [UNK].
         chosen = [entry for entry in chosen if not any(_may_start(entry, word) for word in broken)]
     return Extension(extended, chosen)
 
@@ -131,7 +132,7 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
     where = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
-    kind, is_cut = model["type"], len(_pre_tokenized(tokenizer, {"one": 1, "two words": 1})) > 2
+    kind, is_cut = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
     # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
     if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
@@ -147,7 +148,7 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
 
 
 def replaced_ids(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
-    """Return the ids in the old vocabulary (of `tokenizer`) that each new entry replaces."""
+    """Return, for each new entry, the ids in the old vocabulary (of `tokenizer`) that it replaces."""
     entries = list(entries)
     pieces = _ids_of(tokenizer, entries)
     return [pieces[entry] for entry in entries]
@@ -160,8 +161,8 @@ def _documents(source: SourceConfig, item: Input, stride: int) -> Iterator[str]:
         yield from sources.documents(chunk, Problems())
 
 
-def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
-    """Count the words as they are passed to the tokenizer's model, after a blank."""
+def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
+    """Count the words, each after a space, in the form in which they are passed to the tokenizer's model."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     words: collections.Counter[str] = collections.Counter()
@@ -173,7 +174,7 @@ def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collectio
 
 
 def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ids of each word; words are as in the result of `_pre_tokenized`."""
+    """Return the ids of each word; words are as in the result of `_count_pre_tokens`."""
     model: Any = tokenizer.model
     inner = model
     if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"
@@ -185,7 +186,7 @@ def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> collections.Counter[str]:
-    """Count words between blanks and, in scripts without blanks, sequences of letters found by byte-pair encoding.
+    """Count words and, in scripts without spaces, sequences of letters that byte-pair encoding finds.
 
     The units of this byte-pair encoding are letters with their marks.
     """

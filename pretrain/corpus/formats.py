@@ -21,16 +21,16 @@ _KINDS = {
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
 }
-_MIN_FILES = 3  # if each is one document, since two are held out
-_MIN_DOCUMENTS = 10  # into which another kind must split a file, for a warning
+_MIN_FILES = 3  # minimum files that leave training text if each is a document, since two are held out
+_MIN_DOCUMENTS = 10  # minimum documents into which another kind must split a file, for a warning
 _LARGE_BYTES = 100_000  # minimum file size for a warning
-_NO_BOOK_BYTES = 10 << 20  # minimum mean file size for a warning if there are many files
+_NO_BOOK_BYTES = 10 << 20  # minimum mean file size for a warning if there are at least _MIN_FILES files
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
-_HEAD = 1_000  # bytes to examine in a file without a known suffix
+_HEAD_BYTES = 1_000  # bytes to examine in a file without a known suffix
 
 
 def files_below(path: Path, problems: Problems) -> list[Path]:
-    """Return the file `path`, or the files to read in the folder `path`; skipped files are added to `problems`.
+    """Return `path` if it is a file, or the files to read if it is a folder; skipped files are added to `problems`.
 
     Raises `InputError` if there are none, or a folder cannot be listed.
     """
@@ -51,7 +51,7 @@ def kind_of(file: Path) -> str:
         return kind
     try:
         with open_text(file) as stream:
-            if stream.read(_HEAD).lstrip().startswith(b"<doc "):
+            if stream.read(_HEAD_BYTES).lstrip().startswith(b"<doc "):
                 return "wikiextractor"
         return "jsonl" if json_values.starts_with_object(file) else kind
     except OSError as error:
@@ -61,7 +61,7 @@ def kind_of(file: Path) -> str:
 def kinds_that_fit(
     sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
 ) -> tuple[list[str], bool]:
-    """Return warnings about plain-text sources that another kind fits, and whether all training text has one."""
+    """Return warnings about plain-text sources that another kind fits, and whether they concern all training text."""
     paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
     are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
@@ -72,7 +72,7 @@ def kinds_that_fit(
 
 
 def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
-    """Describe how `kind` would read files that another kind fits; "" if `kind` fits, or a file is not local."""
+    """Return a warning if another kind than `kind` fits the files; "" if not, or if a file is not local."""
     if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
         return ""
     sizes = [path.stat().st_size for path in paths]
@@ -93,7 +93,7 @@ def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
 
 
 def _is_wrapped(blocks: list[list[str]]) -> bool:
-    """Return whether the lines are wrapped at a page width, as in books: the next word would not have fit."""
+    """Return whether lines are wrapped at a page width, as in books: the first word of the next line would not fit."""
     widths = sorted(len(line) for block in blocks for line in block)
     pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
     width = widths[int(0.95 * len(widths))]
@@ -107,7 +107,7 @@ def _is_wrapped(blocks: list[list[str]]) -> bool:
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:
-    """Yield the documents of a file in order, with paragraphs as lines. Faults are added to `problems`.
+    """Yield the documents of a file in order; each line is a paragraph. Faults are added to `problems`.
 
     Raises `InputError` if the file cannot be read, or lacks the column `text`.
     """

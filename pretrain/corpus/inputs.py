@@ -1,9 +1,9 @@
 """Base classes of sources: inputs, the chunks they are cut into, and the reader that each kind implements.
 
-A chunk is the unit of work of a process: a byte range of a plain file, a range of a decompressed stream, a row group,
-or some small files. Chunk boundaries depend only on the files, so the corpus does not depend on the number of processes
-or on interruptions. A document is a string whose lines are its paragraphs. Faults in an input are counted in `Problems`
-with its path; the rest of the input is read.
+A process reads one chunk at a time: a byte range of a plain file, a range of a decompressed stream, a row group, or
+some small files. Chunk boundaries depend only on the files, so the corpus does not depend on the number of processes or
+on interruptions. A document is a string whose lines are its paragraphs. Faults in an input do not stop the preparation:
+they are counted in `Problems`, and the rest of the input is read.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # minimum text per chunk
-_MAX_SHOWN = 3  # faults listed in an error
-_MAX_BAD_SHARE = 0.2  # invalid characters in a document: Latin-1 text has fewer, GB 18030 or KOI8 text more
-_ALLOWED_BAD = 5  # invalid characters that are always accepted, such as the accents of a short line
-_MAX_NUL_SHARE = 0.25  # in the first bytes: UTF-16 of Latin letters has more, of other scripts some
+_MAX_SHOWN = 3  # maximum faults listed in an error
+_MAX_BAD_SHARE = 0.2  # maximum share of invalid characters in a document; Latin-1 has fewer, GB 18030 or KOI8 more
+_ALLOWED_BAD = 5  # number of invalid characters that are always accepted, such as the accents of a short line
+_MAX_NUL_SHARE = 0.25  # maximum share of NUL in the first bytes; UTF-16 has more in Latin text, some in other scripts
 _HEAD_BYTES = 4096
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also inside files that were concatenated
-_NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
+_NOT_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
 _COLUMN_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # binary formats with only one kind
 _ROW_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
-_PACKED = frozenset(
+_UNSUPPORTED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
-"""Suffixes of archives and compressed files that cannot be read, and would be mistaken for text."""
+"""Suffixes of archives and compressed files that cannot be read, and would otherwise be mistaken for text."""
 
 BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""The errors that reading a damaged file raises, compressed or not."""
+"""The errors that are raised by reading a damaged file, whether it is compressed or not."""
 
 
 LEFT_OUT = ("paragraphs", "characters", "read_characters")
-"""Counters: paragraphs skipped as non-text, their characters, all characters read."""
+"""Keys of `Problems.left_out`: number of paragraphs skipped as non-text, their characters, all characters read."""
 
 
 class Problems:
-    """Faults in the inputs, with count and first location of each (path, fault), and counts of skipped paragraphs."""
+    """Faults in the inputs, with the count and first location of each kind, and counts of skipped paragraphs."""
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
@@ -65,7 +65,7 @@ class Problems:
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
-        """Count a fault of the file at `path`; `first` is its location, of which only the first is recorded."""
+        """Count a fault of the file at `path`; `first` is its location, recorded only for the first fault of a kind."""
         entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
         entry["count"] += count
 
@@ -74,17 +74,17 @@ class Problems:
         self.left_out.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Add the `entries` of another process."""
+        """Add the `entries` of other `Problems`, such as from another process."""
         for entry in entries:
             self.add(entry["path"], entry["fault"], entry["first"], entry["count"])
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return [{path, fault, first, count}], in order of arrival."""
+        """Return [{path, fault, first, count}], in the order in which the faults were first found."""
         return list(self._entries.values())
 
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
-    """Describe the first `entries` of `Problems`, for an error: where, what, how often."""
+    """Describe the first `entries` of `Problems` in one line: where, what, and how often."""
     described = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
@@ -99,7 +99,7 @@ class Input:
 
     paths: tuple[str, ...]
     bytes: int
-    problems: tuple[dict[str, Any], ...] = ()  # found while listing the inputs; only on the source's first input
+    problems: tuple[dict[str, Any], ...] = ()  # faults found while listing a source's inputs, in its first input only
 
     @property
     def is_remote(self) -> bool:
@@ -109,19 +109,19 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A range of an input, as a kind of source cuts it."""
+    """A range of an input, cut by the source's reader."""
 
-    start: int = 0  # bytes, rows or row groups, depending on the kind
+    start: int = 0  # offset of the first byte, row or row group, depending on the kind of source
     end: int = 0
-    data: Any = None  # the content itself, if the file cannot be opened at `start`
-    bytes: int = 0  # file bytes, for the progress bar
+    data: Any = None  # the content itself, if the file must be read in order
+    bytes: int = 0  # size in the file, for the progress bar
     problems: list[dict[str, Any]] = field(default_factory=list)
     is_stream: bool = False  # a whole file that must be read in order, to be cut by `sources.cut_stream`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(Span):
-    """A span with its input. (source, input, index) is its position in the corpus."""
+    """A span with its input. (source, input, index) are indices that locate it in the corpus."""
 
     source: int
     input: int
@@ -138,9 +138,9 @@ class Chunk(Span):
 class SourceReader:
     """The reader of a source; each kind subclasses it as `Reader`. By default, an input is one file and one chunk."""
 
-    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to read in a folder; () for all files
+    suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of the files to read in a folder; () for all files
     text_share: ClassVar[float] = 1.0  # approximate bytes of text per byte of a file
-    lines_are_sentences: ClassVar[bool] = False  # whether lines are sentences; otherwise they are paragraphs
+    lines_are_sentences: ClassVar[bool] = False  # whether lines of documents are sentences, not paragraphs
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
@@ -165,7 +165,7 @@ class SourceReader:
         yield Span(bytes=item.bytes)
 
     def is_stream(self, item: Input) -> bool:
-        """Return whether the input must be read in order, so that `cut` yields spans with data."""
+        """Return whether the input must be read in order; `cut` then yields spans with data."""
         return False
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
@@ -201,7 +201,7 @@ class SourceReader:
         return sorted(files)
 
     def stored_files(self, objects: ObjectStore) -> dict[str, ListedObject]:
-        """Return {address: object} of the objects at an address that would be read, without fetching them."""
+        """List the objects to read at the config's address, {address: object}, without fetching them."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
         listed = folders.find(address if root == address else f"{root}/**", objects)
@@ -224,7 +224,7 @@ def _check_name(file: Path, where: str) -> None:
         shown = os.fsencode(file).decode("utf-8", "backslashreplace")
         raise InputError(f"{where}.path: {shown}: its name is not UTF-8. Rename it.") from None
     suffixes = {plain_suffix(file), file.suffix.lower()}
-    if packed := suffixes & _PACKED:
+    if packed := suffixes & _UNSUPPORTED:
         raise InputError(
             f"{where}.path: {file}: {min(packed)} files are not unpacked here. Unpack it, or compress it as one of "
             f"{', '.join(COMPRESSED)}."
@@ -234,7 +234,7 @@ def _check_name(file: Path, where: str) -> None:
 def no_files_error(
     config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), other_files: Sequence[Path] = ()
 ) -> InputError:
-    """Return the error for a source at `where` in the config that has no files to read, but maybe `other_files`."""
+    """Return the error for a source without files to read; its folder has `other_files`. `where` is its config path."""
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped_pattern(path)
     advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
@@ -246,7 +246,7 @@ def no_files_error(
 
 
 def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
-    """Return the most common kind of the files, by their suffixes in `kinds`, if it is not `kind`; else ""."""
+    """Return the most common kind of the files, looked up in `kinds` by suffix, if it is not `kind`; else ""."""
     counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
     most_common = max(counts, key=counts.__getitem__, default="")
     return "" if most_common == kind or is_custom(kind) else most_common
@@ -269,7 +269,7 @@ def grouped(files: Iterable[Path], where: str) -> list[Input]:
 
 
 def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
-    """Raise `InputError` if the text column is not in `names(file)`, before the work starts.
+    """Raise `InputError` if the text column is not in `names(file)`, before any file is prepared.
 
     If the names cannot be read, nothing is raised: the fault is counted when the file is read.
     """
@@ -280,7 +280,7 @@ def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[
     except (ValueError, RecursionError, pa.ArrowException, *BROKEN):
         return
     if any("\0" in str(column) for column in columns or ()):
-        raise InputError(f"{where}.path: {file}: {_NO_UTF8.partition(':')[0]}. Convert it to UTF-8.")
+        raise InputError(f"{where}.path: {file}: {_NOT_UTF8.partition(':')[0]}. Convert it to UTF-8.")
     if columns is not None and config.text_column not in columns:
         raise InputError(
             f"{where}.text_column: {file} has no column {config.text_column!r}; it has {', '.join(map(str, columns))}."
@@ -294,10 +294,10 @@ class BrokenInputError(Exception):
 def data_spans(
     item: Input, batches: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
-    """Yield spans with data, read in order by one process, and a last span with only the faults.
+    """Yield spans with data, for an input that is read in order, and a last span that only has the faults.
 
-    `batches` yields (data, bytes of the file read so far) and may raise `BrokenInputError`. `empty` is the data of the
-    last span. Reading the batches may add more faults to `problems`.
+    `batches` yields (data, bytes of the file read so far), may raise `BrokenInputError`, and may add faults to
+    `problems`. `empty` is the data of the last span.
     """
     path, problems = item.paths[0], problems or Problems()
     position = 0
@@ -329,23 +329,23 @@ def compression(path: PurePath) -> str:
 
 
 def plain_suffix(path: PurePath) -> str:
-    """Return the suffix without the one of a compression: `.xml` for `a.xml.bz2`."""
+    """Return the suffix without a compression suffix: `.xml` for `a.xml.bz2`."""
     return PurePath(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
-    """Open a file for reading decompressed bytes. `streams.open_text` also reads damaged files."""
+    """Open a file for reading decompressed bytes; for files that may be damaged, use `streams.open_text`."""
     return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
-    """Decode UTF-8. Invalid bytes become U+FFFD, which BERT's normalizer drops, and are counted.
+    """Decode UTF-8. Invalid bytes are counted and become U+FFFD, which BERT's normalizer drops.
 
-    Text in another encoding is counted as a fault, and "" is returned. `offset` is the offset of `raw` in the file.
+    For text in another encoding, a fault is counted, and "" is returned. `offset` is the offset of `raw` in the file.
     """
     nul_share = raw.count(0, 0, _HEAD_BYTES) / len(raw[:_HEAD_BYTES]) if b"\0" in raw else 0
     if nul_share > _MAX_NUL_SHARE:
-        problems.add(path, _NO_UTF8)
+        problems.add(path, _NOT_UTF8)
         return ""
     try:
         text = raw.decode("utf-8")
@@ -355,7 +355,7 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
         bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
         location = f"near byte {offset + error.start}"
         if bad > _ALLOWED_BAD + _MAX_BAD_SHARE * len(text) or nul_share > _MAX_NUL_SHARE / 50:
-            problems.add(path, _NO_UTF8, location)
+            problems.add(path, _NOT_UTF8, location)
             return ""
         problems.add(path, "bytes that are not UTF-8", location, bad)
         return _BYTE_ORDER_MARKS.sub("", text)

@@ -14,7 +14,7 @@ from pretrain.corpus.streams import TextStream, open_text
 MAX_BYTES = 10**9  # decompressed size of such a file, which is read into memory
 _HEAD_BYTES = 1000
 _FIRST_BYTES = 16 << 20  # maximum bytes up to the end of the first value
-_SPREAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
+_MULTILINE = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
 _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"')
 _BETWEEN = re.compile(r"[\s,\[\]\ufeff]*")
 _decode = json.JSONDecoder().raw_decode
@@ -29,18 +29,18 @@ def starts_with_object(path: Path) -> bool:
 def is_multiline(path: Path) -> bool:
     """Return whether a file's objects are in an array or span several lines. Raises `OSError`."""
     with open_text(path) as stream:
-        return _SPREAD.match(stream.read(_HEAD_BYTES)) is not None
+        return _MULTILINE.match(stream.read(_HEAD_BYTES)) is not None
 
 
 def first_value(path: Path) -> Any:
-    """Return the first value of a file in any layout. Raises `OSError`; `ValueError` if it is too long or damaged."""
+    """Return the first value of a file in any layout. Raises `OSError`, or `ValueError` for a long or damaged value."""
     with open_text(path) as stream:
         text = stream.read(_FIRST_BYTES).decode("utf-8", "replace")
     return _decode(text, len(_between(text, 0)))[0]
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (about a chunk of values, one per line; approximate bytes of the file up to their end).
+    """Yield (values of about CHUNK_BYTES, one per line; approximate offset of their end in the file).
 
     Raises `BrokenInputError` if the file or a value cannot be read, after yielding all earlier values, and `InputError`
     if the file is too large.

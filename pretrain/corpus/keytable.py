@@ -1,4 +1,4 @@
-"""A hash table for arrays of keys: looks up all keys in a few numpy operations."""
+"""A hash table that looks up arrays of keys in a few numpy operations."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ import numpy as np
 class KeyTable:
     """Open-addressing hash table from keys of `width` uint64 to int32 numbers; all operations work on arrays.
 
-    The first uint64 of a key must not be 0, which marks an empty slot. Words contain no NUL, so their keys qualify.
+    The first uint64 of a key must not be 0, which marks an empty slot; for words, it never is, as they contain no NUL.
     """
 
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
@@ -33,19 +33,19 @@ class KeyTable:
         self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._width)]
         self._numbers = np.zeros(1 << self._bits, np.int32)
 
-    def _slots(self, keys: list[np.ndarray]) -> np.ndarray:
+    def _hash_slots(self, keys: list[np.ndarray]) -> np.ndarray:
         mixed = keys[0] if self._width == 1 else keys[0] ^ (keys[1] * self._MIX)
         return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
 
-    def _holds(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    def _contains(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         same = self._keys[0][slots] == keys[0]
         return same if self._width == 1 else same & (self._keys[1][slots] == keys[1])
 
     def find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return (numbers, indices of keys that are not in the table)."""
-        slots = self._slots(keys)
+        slots = self._hash_slots(keys)
         numbers = self._numbers[slots]
-        pending = np.flatnonzero(~self._holds(slots, keys))
+        pending = np.flatnonzero(~self._contains(slots, keys))
         missing = []
         while pending.size:
             probed = slots[pending]
@@ -55,23 +55,21 @@ class KeyTable:
             probed = (probed[~empty] + 1) & ((1 << self._bits) - 1)
             slots[pending] = probed
             numbers[pending] = self._numbers[probed]
-            pending = pending[~self._holds(probed, [key[pending] for key in keys])]
+            pending = pending[~self._contains(probed, [key[pending] for key in keys])]
         return numbers, np.sort(np.concatenate(missing)) if missing else pending
 
     def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
         """Insert distinct keys that are not in the table."""
         self._used += len(numbers)
         if 3 * self._used > 1 << self._bits:  # load factor of a third: 1.25 probes on average
-            old, old_numbers = (
-                [key[self._keys[0] != 0] for key in self._keys],
-                self._numbers[self._keys[0] != 0],
-            )
+            is_used = self._keys[0] != 0
+            old, old_numbers = [key[is_used] for key in self._keys], self._numbers[is_used]
             while 3 * self._used > 1 << self._bits:
                 self._bits += 1
             self._allocate()
             keys = [np.concatenate(pair) for pair in zip(old, keys, strict=True)]
             numbers = np.concatenate([old_numbers, numbers])
-        slots = self._slots(keys)
+        slots = self._hash_slots(keys)
         pending = np.arange(len(numbers))
         claim = np.empty(1 << self._bits, np.int64)
         while pending.size:

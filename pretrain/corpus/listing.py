@@ -1,4 +1,4 @@
-"""List the files of a folder, a pattern or an address that are read. Skipped files are counted."""
+"""Select the files to read in a folder, or that match a pattern or an address. Skipped files are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.storage import folders
 
-Note = Callable[[str, str, str], object]  # `Problems.add`: path, fault, first
+Reporter = Callable[[str, str, str], object]  # `Problems.add`: path, fault, first location
 HIDDEN = "hidden file, or file in a hidden folder: left out"
 PREPARED = "file of a prepared corpus: left out"
 BROKEN_LINK = "link that leads nowhere: left out"
@@ -22,7 +22,7 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
 
     Raises `InputError` if a folder cannot be listed; `where` is the setting that names it.
     """
-    visited = [folder.resolve()]  # roots of visited folder trees
+    visited = [folder.resolve()]  # roots of the folder trees visited so far
 
     def is_unvisited(link: Path) -> bool:
         real = link.resolve()
@@ -36,13 +36,13 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     try:
         for current in pending:  # grows during the loop
             with os.scandir(current) as entries:
-                for entry in sorted(entries, key=lambda item: item.name):
+                for entry in sorted(entries, key=lambda e: e.name):
                     link = Path(entry.path) if entry.is_symlink() else None
-                    kind = link or entry  # a circular link is neither file nor folder, but only a Path reports that
-                    if kind.is_dir():
+                    item = link or entry  # a circular link is neither file nor folder, but only a Path reports that
+                    if item.is_dir():
                         if link is None or is_unvisited(link):
                             pending.append(entry.path)
-                    elif kind.is_file() or (link and not link.exists()):
+                    elif item.is_file() or (link and not link.exists()):
                         files.append(Path(entry.path))
     except OSError as error:
         location = f"{where}: {error.filename}" if where else error.filename
@@ -50,17 +50,22 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     return sorted(files)
 
 
-def visible_files(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
-    """Select local files like `select_names`."""
+def visible_files(files: Iterable[Path], root: Path, report: Reporter, *, hidden: bool = False) -> list[Path]:
+    """Select the local files to read, like `select_names`."""
     inner = {str(file.relative_to(root)): file for file in files}
-    selected = select_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
+    selected = select_names(inner, str(root), lambda name: (root / name).exists(), report, hidden=hidden)
     return [inner[name] for name in selected]
 
 
 def select_names(
-    names: Iterable[str], root: str, exists: Callable[[str], bool], note: Note, *, hidden: bool = False
+    names: Iterable[str],
+    root: str,
+    exists: Callable[[str], bool],
+    report: Reporter,
+    *,
+    hidden: bool = False,
 ) -> list[str]:
-    """Return the names of the files below `root` that are read, and report all others to `note`.
+    """Return the names of the files below `root` to read; report all others to `report`.
 
     Broken links, hidden files (unless `hidden`) and corpora below `root`, finished or not, are skipped.
     """
@@ -75,18 +80,18 @@ def select_names(
     for name in names:
         path = PurePath(name)
         if is_prepared(path.parent):
-            note(root, PREPARED, name)
+            report(root, PREPARED, name)
         elif not hidden and any(part.startswith(".") for part in path.parts):
-            note(root, HIDDEN, name)
+            report(root, HIDDEN, name)
         elif not exists(name):
-            note(root, BROKEN_LINK, name)
+            report(root, BROKEN_LINK, name)
         else:
             selected.append(name)
     return selected
 
 
-def matching_files(path: Path, note: Note) -> list[Path]:
-    """Return the files that match a pattern and are read. Hidden files only match if the pattern has their dot."""
+def matching_files(path: Path, report: Reporter) -> list[Path]:
+    """Return the files to read that match a pattern. Hidden files only match if the pattern has their dot."""
     pattern = str(path)
     root = Path(folders.root_of(pattern) or path.anchor)
     dotted = any(part.startswith(".") for part in path.relative_to(root).parts)
@@ -95,11 +100,11 @@ def matching_files(path: Path, note: Note) -> list[Path]:
     else:
         paths = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
         files = [file for file in paths if file.is_file() or not file.exists()]
-    return visible_files(files, root, note, hidden=dotted)
+    return visible_files(files, root, report, hidden=dotted)
 
 
 def escaped_pattern(path: Path) -> str:
-    """Return `path` as a pattern with its existing folders escaped, or "" if nothing needs escaping."""
+    """Return the pattern `path` with the names of existing folders escaped; "" if they need no escaping."""
     folder = next(parent for parent in path.parents if parent.exists())
     pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
     return pattern if pattern != str(path) else ""

@@ -22,8 +22,8 @@ from pretrain.corpus.shards import FOLDED, FORMAT, check_version, source_fingerp
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
-VOCABULARY_BYTES = 1 << 30  # maximum text for training a vocabulary; documents are sampled by hash
-_OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # files of models
+VOCABULARY_BYTES = 1 << 30  # maximum bytes of text to train a vocabulary; documents are sampled by hash
+_MODEL_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
 _SOURCE = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
 
 
@@ -35,16 +35,16 @@ def make_manifest(
     shards: list[dict[str, Any]],
     settings: dict[str, Any],
     hashes: dict[str, str],
-    declared: dict[str, Any],
+    tokenizer_config: dict[str, Any],
     further_files: Sequence[str],
-    before: Mapping[str, Any],
+    old_files: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Make the manifest of the files in `folder`, without the card.
 
-    `hashes` has {name: SHA-256} of the shards' files, `further_files` the names of other files, `declared` is the
-    tokenizer_config.json. If sources were added to a corpus, `before` has its files, which are not read.
+    `hashes` has {name: SHA-256} of the shards' files, `further_files` the names of other files. If sources were added
+    to a corpus, `old_files` has the entries of its files, which are not read again.
     """
-    old_files = {name: entry for name, entry in before.items() if name not in CARD_FILES}
+    old_files = {name: entry for name, entry in old_files.items() if name not in CARD_FILES}
     written = [name for name in [*hashes, *TOKENIZER_FILES, *further_files] if name not in old_files]
     size = vocabulary_size(tokenizer)
     manifest = {
@@ -53,25 +53,20 @@ def make_manifest(
         "fingerprint": "",
         "vocabulary_size": size,
         "dtype": token_dtype(size).name,
-        "special_ids": special_ids(tokenizer, declared),
+        "special_ids": special_ids(tokenizer, tokenizer_config),
         "sources": sources,
         "shards": shards,
         "settings": settings,
-        "files": {
-            **old_files,
-            **{
-                name: {
-                    "bytes": (folder / name).stat().st_size,
-                    "sha256": hashes.get(name) or sha256_file(folder / name),
-                }
-                for name in written
-            },
-        },
+        "files": {**old_files, **{name: _file_entry(folder / name, hashes.get(name, "")) for name in written}},
     }
     manifest["fingerprint"] = fingerprint(manifest)
     for number, source in enumerate(sources):
         source["fingerprint"] = source_fingerprint(manifest, number)
     return manifest
+
+
+def _file_entry(path: Path, digest: str = "") -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": digest or sha256_file(path)}
 
 
 def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +78,12 @@ def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
 def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Add the files of the card, which are written last, to the manifest."""
     for name in CARD_FILES:
-        path = folder / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        manifest["files"][name] = _file_entry(folder / name)
     return manifest
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Return a digest of all that affects samples: vocabulary, token shards, source weights (invariant 1)."""
+    """Return a digest of all that affects samples: vocabulary, shards, weights (invariant 1 in docs/invariants.md)."""
     arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
     contents = [
         FORMAT,
@@ -110,7 +104,7 @@ def fingerprint_settings(
 ) -> dict[str, Any]:
     """Return the settings that affect the tokens, under their full names in the config.
 
-    `tokenizer` is None if one is to be trained; `states` has the file states of sources without inputs.
+    `tokenizer` is None if one is to be trained; `states` has the digest of the files of each source without inputs.
     """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
@@ -141,7 +135,7 @@ def fingerprint_settings(
 
 
 def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
-    """Return the settings of a source that affect its tokens, including the state of its files."""
+    """Return the settings of a source that affect its tokens, with `state`, the digest of its files, as path."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_custom(source.kind):
         settings["module"] = module_hashes().get(source.kind)
@@ -153,14 +147,14 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
 
 
 def prefix_settings(number: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of source `number` under their full names in the config."""
+    """Return the settings of the source with index `number` under their full names in the config."""
     return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
 
 
 def split_by_source(
     settings: dict[str, Any], *, vocabulary: bool = True
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Split settings into (general settings, {source number: settings}), optionally without the vocabulary's."""
+    """Split settings into (general settings, {source index: settings}); without the vocabulary's if it is False."""
     general, of_sources = {}, {}
     for key, value in settings.items():
         if match := _SOURCE.fullmatch(key):
@@ -179,22 +173,23 @@ def match_sources(
     *,
     vocabulary: bool,
 ) -> list[int]:
-    """Return the number in the corpus of each source in the config; new sources get the next numbers.
+    """Return the index in the corpus of each source in the config; new sources get the next indices.
 
-    A source is identified by its settings and file state, or else by its content (if files were copied, the manifest
-    gets their new state), or else by its name. Without `vocabulary`, the settings of the vocabulary may differ.
+    A source is identified by its settings and the digest of its files (names, sizes, times), or else by their content
+    (then the manifest gets the new digest), or else by its name. If `vocabulary` is False, the settings of the
+    vocabulary may differ.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
-    general, new = split_by_source(requested, vocabulary=vocabulary)
-    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
-    numbers = _matched(manifest, sources, inputs, new, old)
+    general, by_source = split_by_source(requested, vocabulary=vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    numbers = _match_to_manifest(manifest, sources, inputs, by_source, old_by_source)
     for index, number in numbers.items():
-        before |= prefix_settings(index, old[number])
-    for index, settings in new.items():
+        old_general |= prefix_settings(index, old_by_source[number])
+    for index, settings in by_source.items():
         if index in numbers:
             general |= prefix_settings(index, settings)
-    refuse_changes(folder, before, general)
+    refuse_changes(folder, old_general, general)
     names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
     for index, source in enumerate(sources):
         if index not in numbers:
@@ -210,16 +205,16 @@ def match_sources(
     return [numbers[index] for index in range(len(sources))]
 
 
-def _matched(
+def _match_to_manifest(
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
     inputs: list[list[Input]],
     requested: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """Match sources in the config to numbers in the manifest; if files were copied, `old` gets their new state."""
+    """Return {index in the config: index in the manifest} of sources; if files were copied, `old` gets their digest."""
     entries, matched = manifest["sources"], {}
-    named = [source_name(source) for source in sources]
+    names = [source_name(source) for source in sources]
 
     def match(fits: Callable[[int, int], bool]) -> None:
         for index in range(len(sources)):
@@ -228,22 +223,22 @@ def _matched(
             if number is not None:
                 matched[index] = number
 
-    def is_named(index: int, number: int) -> bool:
-        return named[index] == entries[number]["name"]
+    def has_same_name(index: int, number: int) -> bool:
+        return names[index] == entries[number]["name"]
 
     def is_copy(index: int, number: int) -> bool:
-        state = {"path": requested[index]["path"]}
-        copied = {**old[number], **state} == requested[index] and _has_content(inputs[index], entries[number])
-        if copied and "path" in old[number]:
-            old[number] |= state
-            manifest["settings"] |= prefix_settings(number, state)
-        return copied
+        digest = {"path": requested[index]["path"]}
+        is_same = {**old[number], **digest} == requested[index] and _has_content(inputs[index], entries[number])
+        if is_same and "path" in old[number]:
+            old[number] |= digest
+            manifest["settings"] |= prefix_settings(number, digest)
+        return is_same
 
-    match(lambda index, number: requested[index] == old[number] and is_named(index, number))
+    match(lambda index, number: requested[index] == old[number] and has_same_name(index, number))
     match(lambda index, number: requested[index] == old[number])
-    match(lambda index, number: is_named(index, number) and is_copy(index, number))
+    match(lambda index, number: has_same_name(index, number) and is_copy(index, number))
     match(is_copy)
-    match(is_named)
+    match(has_same_name)
     return matched
 
 
@@ -265,8 +260,8 @@ def try_read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_other_content(folder: Path) -> None:
-    """Raise `InputError` if `folder` contains a model, another kind of folder, or a corpus of another version."""
-    other = next((path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))), None)
+    """Raise `InputError` if `folder` contains something other than a corpus, or a corpus of another version."""
+    other = next((path for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))), None)
     manifest = None
     with contextlib.suppress(InputError):  # a damaged corpus is prepared again
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
@@ -279,17 +274,17 @@ def refuse_other_content(folder: Path) -> None:
 
 
 def refuse_changed_settings(
-    folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
+    folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], wanted: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
     """Like `match_sources`, but only by name, without reading files; return the indices of new sources."""
-    general, new = split_by_source(now, vocabulary=vocabulary)
-    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    general, by_source = split_by_source(wanted, vocabulary=vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):
         if (number := numbers.get(source_name(source))) is not None:
-            before |= prefix_settings(index, {**old[number], "path": None})
-            general |= prefix_settings(index, {**new[index], "path": None})
-    refuse_changes(folder, before, general)
+            old_general |= prefix_settings(index, {**old_by_source[number], "path": None})
+            general |= prefix_settings(index, {**by_source[index], "path": None})
+    refuse_changes(folder, old_general, general)
     return [index for index, source in enumerate(sources) if source_name(source) not in numbers]
 
 
@@ -344,12 +339,7 @@ def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
     """Return the fields of a source in the manifest and card that the config may change later."""
-    return {
-        "name": source_name(source),
-        "kind": source.kind,
-        "weight": source.weight,
-        "license": source.license,
-    }
+    return {"name": source_name(source), "kind": source.kind, "weight": source.weight, "license": source.license}
 
 
 def source_name(source: SourceConfig) -> str:

@@ -1,4 +1,4 @@
-"""The stage of `prepare` that finds near-duplicates once all documents are read, with one or more calls per band."""
+"""The stage of `prepare` that finds near-duplicates once all documents are read, by one or more calls per band."""
 
 from pathlib import Path
 
@@ -16,19 +16,19 @@ from pretrain.corpus.filters.near_duplicates import (
 from pretrain.corpus.parallel import Pool
 from pretrain.corpus.stage_bar import StageBar
 
-_RESULT = "near_duplicates.hashes"
-_KEY_BYTES = 8
+_RESULT = "near_duplicates.hashes"  # file in the work_dir folder
+_KEY_BYTES = 8  # bytes per document and band, for the progress bar
 
 
 def find_near_duplicates(
-    pool: Pool, work: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
+    pool: Pool, work_dir: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
 ) -> None:
-    """Compare the documents whose sketches are in `work`, if the search is enabled and not done yet."""
-    result = work / _RESULT
+    """Compare the documents whose sketches are in `work_dir`, if the search is enabled and not done yet."""
+    result = work_dir / _RESULT
     if not settings.enabled or result.exists():
         return
-    documents = int(SketchFiles(work).first[-1])
-    if not documents:  # a later stage reports this error
+    documents = int(SketchFiles(work_dir).file_starts[-1])
+    if not documents:  # `Documents.load` reports this error
         return
     shares = -(-documents // MAX_DOCUMENTS)
     calls = [
@@ -37,12 +37,12 @@ def find_near_duplicates(
         for share in range(shares)
     ]
     with bar.stage("finding near-duplicates", _KEY_BYTES * documents * BANDS) as advance:
-        for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work / name).exists() or None):
+        for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work_dir / name).exists() or None):
             advance(_KEY_BYTES * documents // shares)
-    merge_pairs([work / name for name, *_ in calls], work, BANDS * ROWS, result, precedence)
+    merge_pairs([work_dir / name for name, *_ in calls], work_dir, BANDS * ROWS, result, precedence)
 
 
-def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:
+def near_duplicates(work_dir: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:
     """Load the result of the search; None if the search is disabled, or if there are no documents."""
-    result = work / _RESULT
+    result = work_dir / _RESULT
     return NearDuplicates.load(result) if settings.enabled and result.exists() else None

@@ -1,4 +1,4 @@
-"""The processes that execute the functions of `stages`, on this machine or as tasks of a Ray cluster."""
+"""Processes that execute the functions of `stages`, on this machine or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pretrain.corpus.inputs import Chunk
 class Pool:
     """Executes calls in several processes, or in the current one if `processes` is 1; results are in call order.
 
-    With `address`, the processes are on a Ray cluster, one per core if `processes` is 0.
+    With `address`, the processes run on the Ray cluster at this address; if `processes` is 0, one per core.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Pool:
         self._processes = processes
         self._arguments = settings, tokenizer
         self._address = address
-        # Ray Data gets all calls at once. They contain no text (`sources.cut`), so all of them can be pending.
+        # On a cluster, all calls are pending at once; their arguments contain no text (`sources.cut`).
         self._max_pending = sys.maxsize if address else 3 * processes
         self._executor: Executor | None = None
         self._shutdown: threading.Thread | None = None
@@ -57,7 +57,7 @@ class Pool:
         elif self._processes == 1:
             stages.start_process(*self._arguments, child=False)
         else:
-            self._other_children = _children()
+            self._earlier_children = _children()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
             with _without_tokenizers_threads():
@@ -71,7 +71,7 @@ class Pool:
             self._shutdown.join()
         elif self._executor is not None:
             if error is not None and isinstance(self._executor, ProcessPoolExecutor):
-                _stop_calls(_children() - self._other_children)
+                _stop_calls(_children() - self._earlier_children)
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
@@ -95,7 +95,7 @@ class Pool:
         items: Iterable[tuple[Any, ...]],
         known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield (arguments, result) of each call `function(*arguments)`, unless `known(*arguments)` has the result."""
+        """Yield (arguments, result) of each call; `known(*arguments)` returns a result that exists already, or None."""
         pending: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
         for item in items:
             result = known(*item) if known else None
@@ -120,7 +120,7 @@ def _stop_calls(processes: set[int]) -> None:
 
 
 class _SpawnedProcess(SpawnProcess):
-    """A process that does not import the user's script, which therefore needs no `if __name__ == "__main__"`."""
+    """A process that does not import the user's script, so the script needs no `if __name__ == "__main__"`."""
 
     def start(self) -> None:
         main = sys.modules["__main__"]
@@ -136,7 +136,7 @@ class _Spawn(SpawnContext):
 
 
 def start_method() -> str:
-    """Return "fork" if it is safe: a forked process needs no imports, and is ready 0.3 s earlier than a spawned one.
+    """Return "fork" if it is safe, else "spawn"; a forked process needs no imports, and so starts 0.3 s faster.
 
     A forked process only has the calling thread, and locks of other threads remain locked. numpy's OpenBLAS, Arrow and
     `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa or macOS's system libraries do not.
@@ -147,7 +147,7 @@ def start_method() -> str:
 
 @contextlib.contextmanager
 def _without_tokenizers_threads() -> Iterator[None]:
-    """Disable the threads of `tokenizers` in forked processes, which would otherwise do this with a warning."""
+    """Disable the threads of `tokenizers` in forked processes; it would do so itself, but with a warning."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -168,6 +168,7 @@ def result_of(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _report_killed() -> Iterator[None]:
+    """Convert the error of a pool with a killed process to a `MachineError`."""
     try:
         yield
     except BrokenProcessPool:

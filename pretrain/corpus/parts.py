@@ -1,4 +1,4 @@
-"""Part files, which the stages of preparation exchange: a few megabytes of documents as flat arrays.
+"""Part files, in which the stages of preparation pass on documents: a few megabytes of them as flat arrays.
 
 Part files are written atomically: a part file that exists is complete.
 """
@@ -20,7 +20,7 @@ DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"),
 def random_order(hashes: np.ndarray) -> np.ndarray:
     """Return sort keys (uint64 [D]) for the random order of a source's documents, from their hashes (uint64 [D, 2]).
 
-    They are independent of each half of a hash, which select held-out documents and the vocabulary's sample.
+    They are independent of both halves of a hash: one selects held-out documents, one the vocabulary's sample.
     """
     return hashes[:, 0] ^ hashes[:, 1]
 
@@ -29,9 +29,9 @@ def random_order(hashes: np.ndarray) -> np.ndarray:
 class Part:
     """Documents as flat arrays. Items are token ids or, before there is a vocabulary, indices into `distinct`.
 
-    items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
-    The documents of a part file are in random order.
-    sketches: sketches of the documents, if near-duplicates are searched; stored in a separate file.
+    items uint16/uint32 [items]; sentence_items uint32 [sentences], number of items per sentence; documents DOCUMENT
+    [documents]; sketches, if near-duplicates are searched, are stored in a separate file. The documents of a part file
+    are in random order.
     """
 
     items: np.ndarray
@@ -59,7 +59,7 @@ class Part:
 
     @classmethod
     def load_some(cls, path: Path, documents: np.ndarray) -> Part:
-        """Read the documents with the given ascending numbers from a part file of token ids."""
+        """Read the documents with the given ascending indices from a part file of token ids."""
         with path.open("rb") as file:
             table, items, sentence_items = np.load(file, allow_pickle=False), _map_array(file), _map_array(file)
         first, last = documents[0], documents[-1] + 1
@@ -73,7 +73,7 @@ class Part:
         return cls(items, sentence_items, table, []).select(keep)
 
     def reorder(self, order: np.ndarray) -> Part:
-        """Return the documents numbered `order`, in this order, without sketches."""
+        """Return the documents with the indices `order`, in this order, without sketches."""
         sentences = _ranges(self.documents["sentences"], order)
         items = _ranges(self.documents["items"], order)
         return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)

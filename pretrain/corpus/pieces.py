@@ -4,12 +4,12 @@ Byte-level BPE encodes each pre-token independently, and `tokenizers` finds pre-
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-A batch is only cut where this expression cuts in any context: before white space; between letters, numbers and marks;
-before the last of several blanks. An apostrophe stays with the letters after it, and white space with the next
-characters. So the pre-tokens of a document are the pre-tokens of its pieces, and the ids of each distinct piece, which
-the library computes, can be cached (`tokenize.BytePairs`). The classes of characters also come from the library.
+A batch is only cut where this expression cuts in any context: before white space; between letters, numbers and other
+characters (marks); before the last of several spaces. An apostrophe stays with the letters after it, and white space
+with the next characters. So the pre-tokens of a document are the pre-tokens of its pieces, and the ids of each distinct
+piece, which the library computes, can be cached (`tokenize.BytePairs`). Character classes also come from the library.
 
-Line breaks are treated as white space, and no blank is added.
+Line breaks are treated as white space, and no space is added.
 """
 
 import functools
@@ -22,21 +22,21 @@ from tokenizers import pre_tokenizers
 from pretrain.corpus.byte_level import bertrain_splitter
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
-# Classes of bytes, in this order: white space, separators, and characters of pieces.
-_BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
+# Classes of bytes; the order matters: white space, separators, and characters of pieces.
+_SPACE, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
 LETTER, NUMBER, MARK = range(5, 8)
-_TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character beyond ASCII
+_TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # first bytes of UTF-8 characters of 2 to 4 bytes, and other bytes
 _JOINING = 12  # a mark that is part of a word after a letter
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
-_RANGE = 1 << 12  # code points that are classified together
+_RANGE = 1 << 12  # number of code points that are classified together
 
 
 @dataclass(frozen=True)
 class DocumentPieces:
     """D whole documents, cut into P pieces.
 
-    pieces int32 [P], numbers in the process's `WordTable`; sentences int64 [S+1], piece offset of each sentence;
-    documents int64 [D+1], sentence offset of each document.
+    pieces int32 [P], numbers in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first piece;
+    documents int64 [D+1], index of each document's first sentence.
     """
 
     pieces: np.ndarray
@@ -44,7 +44,7 @@ class DocumentPieces:
     documents: np.ndarray
 
 
-Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
+Bounds = tuple[np.ndarray, np.ndarray]  # byte offsets of the start and end of each piece
 
 
 def gpt2_bounds(raw: bytes, text: np.ndarray) -> Bounds:
@@ -68,14 +68,15 @@ def document_pieces(
     table: WordTable,
     bounds: Callable[[bytes, np.ndarray], Bounds],
 ) -> DocumentPieces:
-    """Cut whole documents into pieces; line breaks are treated as white space, and no blank is added.
+    """Cut whole documents into pieces; line breaks are treated as white space, and no space is added.
 
     Args:
         texts: documents that are not empty, without NUL.
         starts: character offsets of the sentences of each document, ascending from 0. The start of a sentence within a
             piece is moved to the next piece.
         table: assigns numbers to the pieces.
-        bounds: finds the pieces in documents, passed as bytes and as uint8 with a NUL before and after each document.
+        bounds: function that finds the pieces in documents, which it gets as bytes and as uint8 array, with a NUL
+            before and after each document.
     """
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -88,7 +89,7 @@ def document_pieces(
     if not raw.isascii():
         characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
     sentences = np.searchsorted(piece_starts, characters)
-    # Drop sentences that are left without a piece: another sentence has it, or their document has no more pieces.
+    # Drop sentences without a piece: their piece belongs to another sentence, or no piece of their document follows.
     in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), counts))
     distinct = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
     documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
@@ -96,7 +97,7 @@ def document_pieces(
 
 
 def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
-    """Return the start and end byte of each piece."""
+    """Return the bounds of pieces, from the class of each byte."""
     document_ends = np.flatnonzero(kinds == _DOCUMENT_END)
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[document_ends] = True
@@ -107,8 +108,8 @@ def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
     changes = solid[current] & solid[previous] & (kinds[current] != kinds[previous])
     changes &= (text[previous] != _APOSTROPHE) | (kinds[current] != LETTER)
     starts[current] |= changes
-    # The last of several blanks belongs to the next characters; the others are a separate pre-token.
-    starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
+    # The last of several spaces belongs to the next characters; the others are a separate pre-token.
+    starts[1:-1] |= (kinds[1:-1] == _SPACE) & space[:-2] & solid[2:]
     starts[document_ends[:-1] + 1] = ~at_end[document_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | at_end)
     first = np.flatnonzero(starts[bounds])
@@ -129,7 +130,7 @@ def _ascii_classes() -> bytes:
     for number in b"\x0b\x0c":
         classes[number] = _OTHER_SPACE
     classes[ord("\t")] = classes[ord("\r")] = _TAB
-    classes[ord(" ")], classes[_LINE_FEED], classes[0] = _BLANK, _SENTENCE_END, _DOCUMENT_END
+    classes[ord(" ")], classes[_LINE_FEED], classes[0] = _SPACE, _SENTENCE_END, _DOCUMENT_END
     for first, kind in ((0x80, _CONTINUATION), (0xC0, _TWO), (0xE0, _THREE), (0xF0, _FOUR)):
         classes[first:] = bytes([kind]) * (256 - first)
     return bytes(classes)
@@ -171,11 +172,11 @@ def _classes(characters: np.ndarray, range_classes: Callable[[int], np.ndarray])
 
 @functools.cache
 def _gpt2_classes(number: int) -> np.ndarray:
-    """Return the classes of range `number` of code points, as determined by the library's pre-tokenizer."""
+    """Return the classes of the range of code points with this index, as determined by the library's pre-tokenizer."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     text = "".join(_characters(number))
     classes = np.zeros(_RANGE, np.uint8)
-    # The characters of a pre-token have one class: the class of an example that joins with the first character.
+    # The characters of a pre-token have one class: the class of the example that the first one joins.
     for _, (start, end) in split(text):
         matches = [kind for kind, example in _EXAMPLES if len(split(example + text[start])) == 1]
         classes[start:end] = matches[0] if matches else _OTHER_SPACE
@@ -184,7 +185,7 @@ def _gpt2_classes(number: int) -> np.ndarray:
 
 @functools.cache
 def _bertrain_classes(number: int) -> np.ndarray:
-    """Like `_gpt2_classes`, for the splitter of `byte_level`: marks that join the letter before are `_JOINING`."""
+    """Like `_gpt2_classes`, for the splitter of `byte_level`: marks that join a preceding letter are `_JOINING`."""
     classes = _gpt2_classes(number).copy()
     marks, characters = np.flatnonzero(classes == MARK), _characters(number)
     letters = "".join("a" + characters[mark] for mark in marks.tolist())

@@ -5,14 +5,14 @@ If the corpus already exists, only its new sources are prepared (`growth`).
     read        chunks of the sources -> part files of the filtered documents; optionally, find near-duplicates
     vocabulary  word counts of the kept documents -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
-    shards      kept documents, source by source -> shard files, which are immediately stored at an address
+    shards      kept documents, source by source -> shard files; if `dir` is an address, they are uploaded immediately
     card        statistics; then the manifest, which completes the corpus
 
 The state between runs is in `<dir>/.work`. Files there are written atomically, and part files are named after their
 chunk, so that a later run finds them. Only the files of `documents` are written again in each run. The coordinating
-process assigns calls of `stages` to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in
-these processes. No process's memory grows with the corpus, except for a bit per document on a cluster, where all calls
-are submitted at once. The corpus is identical for any number of processes, on any machines, after any interruption.
+process assigns calls of functions in `stages` to processes of this machine or to tasks of a Ray cluster. Text and
+tokens stay in these processes. No process's memory grows with the corpus, except for a bit per document on a cluster,
+where all calls are submitted at once. Neither the number of processes nor interruptions change the corpus.
 """
 
 import collections
@@ -46,9 +46,9 @@ from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
-from pretrain.corpus.finish import CountReadings, Prepared
+from pretrain.corpus.finish import PreparedCorpus, ReadingCounter
 from pretrain.corpus.formats import kinds_that_fit
-from pretrain.corpus.growth import Growth, check_repeatable, known_at_addresses
+from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
@@ -82,22 +82,22 @@ def prepare(
     declared: Mapping[str, Any] | None = None,
     quiet: bool = False,
     bar: StageBar | None = None,
-    count_readings: CountReadings | None = None,
+    count_readings: ReadingCounter | None = None,
 ) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Return a summary line.
 
     Args:
         tokenizer: tokenizer of the checkpoint that a run starts from; replaces corpus.vocabulary, except for the number
             of words to add.
-        declared: the checkpoint's tokenizer_config.json, which names the special tokens if whole documents are encoded.
+        declared: the checkpoint's tokenizer_config.json, which names the special tokens of a released tokenizer.
         quiet: whether to hide the progress.
         bar: progress bar; by default, a new one.
-        count_readings: counts how often an epoch of the training text reads a token, for the card.
+        count_readings: function that counts how often an epoch of the training text reads a token, for the card.
 
     Raises:
-        InputError: wrong sources or vocabulary, unwritable folder, changed settings.
-        MachineError: full disk, killed process.
-        StoppedError: Ctrl-C or SIGTERM.
+        InputError: the sources or the vocabulary are wrong, the folder is not writable, or settings have changed.
+        MachineError: the disk is full, or a process was killed.
+        StoppedError: Ctrl-C or SIGTERM was received.
     """
     import_named(config)
     check_weights(config)
@@ -120,7 +120,7 @@ class _Preparation:
         bar: StageBar,
         tokenizer: Tokenizer | None,
         declared: Mapping[str, Any],
-        count_readings: CountReadings | None,
+        count_readings: ReadingCounter | None,
         *,
         stored: bool,
     ) -> None:
@@ -129,7 +129,7 @@ class _Preparation:
         self._address = config.scheduling.address
         self._processes = process_count(config)
         self._folder = corpus.folder
-        self._work = self._folder / WORK
+        self._work_dir = self._folder / WORK
         self._bar = bar
         self._problems = Problems()
         self._all_sources = tuple(corpus.sources)
@@ -137,22 +137,22 @@ class _Preparation:
         self._all_inputs = [
             [] if n in known else sources.find_inputs(s, f"corpus.sources.{n}") for n, s in enumerate(self._all_sources)
         ]
-        # The sources to prepare, by their number in the corpus; only new sources if the corpus grows.
+        # The sources to prepare, by their index in the corpus; if the corpus exists, only new sources.
         self._sources, self._inputs = dict(enumerate(self._all_sources)), dict(enumerate(self._all_inputs))
-        self._growth: Growth | None = None
-        self._new_settings: dict[str, Any] = {}  # of the new sources
-        self._start_tokenizer, added = tokenizer, corpus.vocabulary.added_words
+        self._existing: ExistingCorpus | None = None  # the corpus to which the sources are added
+        self._new_settings: dict[str, Any] = {}  # settings of the new sources
+        self._start_tokenizer, added_words = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or configured_tokenizer(corpus)
-        if tokenizer is not None and added:
-            check_extension(tokenizer, added)
+        if tokenizer is not None and added_words:
+            check_extension(tokenizer, added_words)
         check_line_breaks(corpus, tokenizer)
         self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
         self._released = tokenizer is not None and encodes_whole_documents(tokenizer)
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
-        self._declared, self._unknown_id = {}, -1
+        self._tokenizer_config, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._declared = dict(declared) if self._start_tokenizer else configured_settings(corpus)
-            ids = special_ids(tokenizer, self._declared)
+            self._tokenizer_config = dict(declared) if self._start_tokenizer else configured_settings(corpus)
+            ids = special_ids(tokenizer, self._tokenizer_config)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
         self._tokenizer, self._extension = tokenizer, {}
@@ -162,12 +162,12 @@ class _Preparation:
         refuse_other_content(self._folder)
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
-            shutil.rmtree(self._work, ignore_errors=True)
+            shutil.rmtree(self._work_dir, ignore_errors=True)
             if left_out := [problem for inputs in self._all_inputs for item in inputs for problem in item.problems]:
-                self._bar.say(first_faults(left_out))  # not in the card: the corpus itself may be skipped in a source
+                self._bar.say(first_faults(left_out))  # the card lacks them, such as the corpus itself inside a source
         else:
             self._check_kinds()
-            if self._corpus.vocabulary.added_words and not self._growth:
+            if self._corpus.vocabulary.added_words and not self._existing:
                 with stoppable(self._folder), self._bar:
                     self._extend()
             # Start the pool first: forked processes would inherit the lock and the signal handlers.
@@ -175,11 +175,11 @@ class _Preparation:
             with pool, self._locked_work(), stoppable(self._folder), self._bar:
                 # Another process may have finished the corpus in the meantime.
                 if self._manifest_bytes() == manifest or not self._is_finished():
-                    self._stages(pool)
+                    self._run_stages(pool)
                     names = " and ".join(source_name(source) for source in self._sources.values())
-                    action = f"{names} added" if self._growth else "prepared"
+                    action = f"{names} added" if self._existing else "prepared"
                     outcome = f"{action} in {time.monotonic() - started:.1f} s"
-                shutil.rmtree(self._work, ignore_errors=True)  # while it is locked: then another process may use it
+                shutil.rmtree(self._work_dir, ignore_errors=True)  # while locked; later, another process may use it
         return card.summary_line(self._folder, outcome)
 
     def _manifest_bytes(self) -> bytes:
@@ -187,10 +187,10 @@ class _Preparation:
         return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
-        """Return whether the corpus is complete and intact. A damaged corpus may be prepared again with equal settings.
+        """Return whether the corpus is complete and intact. If it is damaged, the same settings prepare it again.
 
-        Names, weights and licenses of sources may change, and are updated in the manifest. If the config has new
-        sources, they are selected to be added. Raises `InputError` if the corpus was prepared with other settings.
+        Names, weights and licenses of sources may change; the manifest is then updated. If the config has new sources,
+        they are selected to be added. Raises `InputError` if the corpus was prepared with other settings.
         """
         if not (self._folder / MANIFEST).exists():
             return False
@@ -209,64 +209,64 @@ class _Preparation:
         if same_tokenizer is not None:
             check_same_tokenizer(self._folder, same_tokenizer)
         numbers = match_sources(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
-        before = read_manifest(self._folder)
+        stored_manifest = read_manifest(self._folder)
         for source, number in zip(self._all_sources, numbers, strict=True):
             if number < len(manifest["sources"]):
                 manifest["sources"][number] |= source_facts(source)
         manifest["fingerprint"] = fingerprint(manifest)
-        if manifest != before:
+        if manifest != stored_manifest:
             put_manifest(self._folder, manifest)
-        self._grow(manifest, numbers)
+        self._select_new(manifest, numbers)
         return not self._sources
 
-    def _grow(self, manifest: dict[str, Any], numbers: list[int]) -> None:
-        """Select the new sources, which are prepared with the vocabulary of the corpus."""
+    def _select_new(self, manifest: dict[str, Any], numbers: list[int]) -> None:
+        """Select the new sources, which are prepared with the vocabulary of the corpus; see `match_sources`."""
         count = len(manifest["sources"])
         new = {number: index for index, number in enumerate(numbers) if number >= count}
         self._sources = {number: self._all_sources[index] for number, index in new.items()}
         self._inputs = {number: self._all_inputs[index] for number, index in new.items()}
         if not new:
             return
-        self._growth, self._new_settings = Growth(self._folder, manifest), {}
+        self._existing, self._new_settings = ExistingCorpus(self._folder, manifest), {}
         self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
         self._released = encodes_whole_documents(tokenizer)
-        self._declared = declared_settings(self._folder) if self._released else {}
+        self._tokenizer_config = declared_settings(self._folder) if self._released else {}
         if self._released:
-            self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
+            self._unknown_id = special_ids(tokenizer, self._tokenizer_config).get("unk", -1)
         settings = split_by_source(self._settings)[1]
         for number, index in new.items():
             self._new_settings |= prefix_settings(number, settings[index])
 
-    def _stages(self, pool: Pool) -> None:
+    def _run_stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
-        sizes = write_table(contamination, self._work / TABLE) if contamination.sets else []
+        sizes = write_table(contamination, self._work_dir / TABLE) if contamination.sets else []
         hashing = self._start_hashing(pool)
         summaries = self._read(pool)
-        if self._growth and self._corpus.filters.near_duplicates.enabled:
-            self._growth.link_sketches(self._work)
-        trained = self._growth.trained if self._growth else ()
+        if self._existing and self._corpus.filters.near_duplicates.enabled:
+            self._existing.link_sketches(self._work_dir)
+        trained = self._existing.training_hashes if self._existing else ()
         precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, trained)
-        find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, precedence, self._bar)
+        find_near_duplicates(pool, self._work_dir, self._corpus.filters.near_duplicates, precedence, self._bar)
         hashes = self._finish_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
         documents = self._documents(summaries)
-        plan = documents.plan(self._corpus.shard_tokens, self._growth and self._growth.first_shards)
-        if not self._growth:
-            (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, which was readable until now
+        plan = documents.plan(self._corpus.shard_tokens, self._existing and self._existing.first_shards)
+        if not self._existing:
+            (self._folder / MANIFEST).unlink(missing_ok=True)  # a damaged corpus remains readable until now
         results = self._write_shards(pool, documents, plan)
         pool.finish()
-        self._remove_leftovers()  # of processes that a cluster lost
-        prepared = Prepared(
+        self._remove_leftovers()  # files of processes that a cluster lost
+        prepared = PreparedCorpus(
             self._corpus,
-            self._work,
+            self._work_dir,
             self._sources,
             self._inputs,
-            self._growth.manifest["settings"] | self._new_settings if self._growth else self._settings,
-            self._growth,
+            self._existing.manifest["settings"] | self._new_settings if self._existing else self._settings,
+            self._existing,
             tokenizer=tokenizer,
-            declared=self._declared,
+            tokenizer_config=self._tokenizer_config,
             extension=self._extension,
             documents=documents,
             plan=plan,
@@ -289,8 +289,8 @@ class _Preparation:
 
     def _check_kinds(self) -> None:
         """Warn if another kind fits plain text; raise `InputError` if no training text would be left."""
-        warnings, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
-        if is_all and not self._growth:
+        warnings, is_all_text = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
+        if is_all_text and not self._existing:
             raise InputError(f"{' '.join(warnings)} Otherwise all documents are held out.")
         for warning in warnings:
             self._bar.say(warning)
@@ -298,14 +298,14 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Make a tokenizer that bertrain trained treat line breaks as blanks, unless the corpus keeps line breaks."""
+        """Make a tokenizer that bertrain trained treat line breaks as spaces, unless the corpus keeps line breaks."""
         return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
 
     def _pool(self) -> Pool:
         trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
         is_bertrain = trains_bytes or (self._tokenizer and is_bertrain_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
-            work=str(self._work),
+            work=str(self._work_dir),
             lowercase=self._corpus.vocabulary.lowercase,
             fold=self._fold,
             language=self._corpus.language,
@@ -328,14 +328,14 @@ class _Preparation:
     def _locked_work(self) -> Iterator[None]:
         """Lock the work folder for this run; create it if it is missing."""
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
-        with locked(self._work / stages.LOCK, refusal):
+        with locked(self._work_dir / stages.LOCK, refusal):
             self._open_work()
             self._remove_leftovers()
             yield
 
     def _open_work(self) -> None:
         """Check that the work folder can be continued. Raises `InputError` if it was started with other settings."""
-        saved, growth = self._work / "settings.json", self._growth
+        saved, existing = self._work_dir / "settings.json", self._existing
         # Part files are named after their chunk, so chunks must not change.
         requested = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._fold:
@@ -344,30 +344,30 @@ class _Preparation:
             requested["words_added"] = "first"
         if self._released or self._corpus.vocabulary.kind == "byte_bpe":
             requested["texts"] = "whole"
-        if growth:
-            requested = split_by_source(requested)[0] | self._new_settings | {"grows": growth.identity}
-        before = _read_json(saved)
-        if before is not None and growth and before.get("grows") != requested["grows"]:
-            # The files are from the preparation of the existing corpus, or from an addition of other sources.
-            for path in set(self._work.iterdir()) - {self._work / stages.LOCK}:
+        if existing:
+            requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.identity}
+        started_with = _read_json(saved)
+        if started_with is not None and existing and started_with.get("grows") != requested["grows"]:
+            # The files are left from preparing the existing corpus, or from adding other sources.
+            for path in set(self._work_dir.iterdir()) - {self._work_dir / stages.LOCK}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            before = None
-        if before is None:
-            if growth:
-                growth.keep_card(self._work)
+            started_with = None
+        if started_with is None:
+            if existing:
+                existing.save_old_card(self._work_dir)
             write_json(saved, requested)
         else:
-            refuse_changes(self._work if growth else self._folder, before, requested)
+            refuse_changes(self._work_dir if existing else self._folder, started_with, requested)
 
     def _remove_leftovers(self) -> None:
         """Delete the incomplete files of killed processes."""
-        for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
+        for leftover in (*self._work_dir.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
             leftover.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ stages
 
     def _read(self, pool: Pool) -> list[ChunkSummary]:
-        """Write the part files of all chunks; return the chunks' summaries in the order of the corpus."""
+        """Write the part files of all chunks; return a summary of each chunk, in the order of the corpus."""
         summaries: list[ChunkSummary] = []
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
@@ -376,8 +376,8 @@ class _Preparation:
             for item in inputs:
                 self._problems.extend(item.problems)
         with self._bar.stage("reading", total) as advance:
-            for (chunk,), read in pool.run(stages.read, self._chunks(), self._load_summaries):
-                for summary in read:
+            for (chunk,), chunk_summaries in pool.run(stages.read, self._chunks(), self._load_summaries):
+                for summary in chunk_summaries:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(ChunkSummary(**summary))
                     summaries[-1].drop_surplus(examples, seen)
@@ -394,16 +394,16 @@ class _Preparation:
         for number, source in self._sources.items():
             for input_number, item in enumerate(self._inputs[number]):
                 # Do not send text to a cluster: the task that prepares a stream reads the file.
-                for chunk in sources.cut(source, number, input_number, item, streams=bool(self._address)):
+                for chunk in sources.cut(source, number, input_number, item, defer_streams=bool(self._address)):
                     yield (chunk,)
 
     def _load_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:
-        summary = None if chunk.is_stream else stages.load_summary(self._work, chunk)
+        summary = None if chunk.is_stream else stages.load_summary(self._work_dir, chunk)
         return None if summary is None else [summary]
 
     def _start_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
-        """Start hashing all input files in the background; return (source, input, future result) of each."""
-        known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
+        """Start hashing the input files in the background; return (position in `_inputs`, input, future result)."""
+        known = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
         return [
             (number, item, pool.submit(stages.hash_files, (item.paths,)))
             for number, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
@@ -413,39 +413,39 @@ class _Preparation:
 
     def _finish_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
         """Return {path: SHA-256} of the input files of each source, in order."""
-        hashes = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
+        hashes = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
             for number, item, result in hashing:
                 hashes[number] |= dict(zip(item.paths, result_of(result), strict=True))
                 advance(item.bytes)
         if hashing:
-            write_json(self._work / "hashes.json", hashes)
+            write_json(self._work_dir / "hashes.json", hashes)
         return hashes
 
     def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
         """Train a vocabulary on the kept documents with the lowest hashes, at most VOCABULARY_BYTES of text."""
-        path = self._work / stages.TOKENIZER
+        path = self._work_dir / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
         documents = self._documents(summaries)
         settings = self._corpus.vocabulary
         sizes: collections.deque[int] = collections.deque()
 
-        def sampled() -> Iterator[tuple[str, np.ndarray]]:
+        def calls() -> Iterator[tuple[str, np.ndarray]]:
             for part, chosen, size in documents.sample(VOCABULARY_BYTES):
                 sizes.append(size)
                 yield part, np.packbits(chosen)
 
         counts: collections.Counter[bytes] = collections.Counter()
         with self._bar.stage("counting words", min(VOCABULARY_BYTES, self._input_bytes())) as advance:
-            for _, (words, numbers) in pool.run(stages.count_words, sampled()):
-                for word, number in zip(words, numbers.tolist(), strict=True):
-                    counts[word] += number
+            for _, (words, word_counts) in pool.run(stages.count_words, calls()):
+                for word, count in zip(words, word_counts.tolist(), strict=True):
+                    counts[word] += count
                 drop_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
             tokenizer = self._without_line_ends(train(counts, settings))
-        save_tokenizer(self._work, tokenizer)
+        save_tokenizer(self._work_dir, tokenizer)
         return tokenizer
 
     @property
@@ -453,40 +453,40 @@ class _Preparation:
         return {number: source_name(source) for number, source in self._sources.items() if source.held_out}
 
     def _documents(self, summaries: list[ChunkSummary]) -> Documents:
-        near = near_duplicates(self._work, self._corpus.filters.near_duplicates)
+        near = near_duplicates(self._work_dir, self._corpus.filters.near_duplicates)
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
-        known = self._growth.hashes if self._growth else ()
+        known = self._existing.hashes if self._existing else ()
         try:
-            return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
+            return Documents.load(self._work_dir, summaries, fraction, self._held_out, near, faults, known)
         except InputError:
-            shutil.rmtree(self._work, ignore_errors=True)  # useless: other settings or sources are needed
+            shutil.rmtree(self._work_dir, ignore_errors=True)  # useless: other settings or sources are needed
             raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
         """Convert part files of words to part files of tokens, and rename them in `summaries`."""
-        work = []
+        calls = []
         for summary in summaries:
-            for number, words_part in enumerate(summary.parts):
-                summary.parts[number] = words_part.replace(".words", ".tokens")
-                work.append((summary.parts[number], words_part))
+            for index, words_part in enumerate(summary.parts):
+                summary.parts[index] = words_part.replace(".words", ".tokens")
+                calls.append((summary.parts[index], words_part))
 
         def size(part: str) -> int:
-            path = self._work / part
+            path = self._work_dir / part
             return path.stat().st_size if path.exists() else 0
 
-        sizes = [size(words_part) for _, words_part in work]
+        sizes = [size(words_part) for _, words_part in calls]
         with self._bar.stage("tokenizing", sum(sizes)) as advance:
-            results = pool.run(stages.tokenize_part, work, lambda part, _: (self._work / part).exists() or None)
+            results = pool.run(stages.tokenize_part, calls, lambda part, _: (self._work_dir / part).exists() or None)
             for amount, ((_, words_part), _done) in zip(sizes, results, strict=True):
-                (self._work / words_part).unlink(missing_ok=True)
+                (self._work_dir / words_part).unlink(missing_ok=True)
                 advance(amount)
 
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
-        work = ((shard.name, shard.choice, shard.totals, str(self._folder)) for shard in plan)
+        calls = ((shard.name, shard.document_range, shard.totals, str(self._folder)) for shard in plan)
         results = []
         token_bytes = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(shard.totals["tokens"] * token_bytes for shard in plan)) as advance:
-            written = pool.run(stages.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
+            written = pool.run(stages.write_shard, calls, lambda n, *_: _read_json(self._work_dir / f"{n}.shard.json"))
             for shard, (_, result) in zip(plan, written, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * token_bytes)

@@ -11,16 +11,16 @@ from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, Sou
 from pretrain.corpus.streams import TextStream, is_utf16
 
 MAX_RECORD_BYTES = 512 << 20  # a larger record means that the file has a different format
-BZIP2_CHUNK_BYTES = 2 << 20
-STREAM_READ_BYTES = 1 << 18
+BZIP2_CHUNK_BYTES = 2 << 20  # compressed bytes per chunk
+STREAM_READ_BYTES = 1 << 18  # bytes per read of a file that is read in order
 
 
 class RecordReader(SourceReader):
-    """A source of files of consecutive records. A kind defines the marker at the start of a record."""
+    """Reader of files of consecutive records. A kind of source defines the marker at the start of a record."""
 
     record_start: ClassVar[bytes]
     previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the previous record
-    cuts_bzip2: ClassVar[bool] = False  # whether a .bz2 file of several streams is read in ranges
+    cuts_bzip2: ClassVar[bool] = False  # whether ranges of a .bz2 file of several streams are read separately
 
     def is_stream(self, item: Input) -> bool:
         path = Path(item.paths[0])

@@ -1,8 +1,8 @@
-"""The kinds of tokenizers, and how documents are encoded with each.
+"""Determine the kind of a tokenizer, and how documents are encoded with it.
 
 `wordpiece` is BERT's, `byte_bpe` any byte-level BPE, `released` every other tokenizer.json, such as the Unigram of
-XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is used unchanged. Whole documents are encoded like in the
-library (`whole_documents`), unless words can be encoded independently (`is_bert`, `tokenize`).
+XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is used unchanged. If the tokenizer is exactly BERT's
+(`is_bert`), words are encoded independently (`tokenize`), otherwise whole documents (`whole_documents`).
 """
 
 import json
@@ -18,7 +18,7 @@ from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_STEPS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
-_LINES = "a\n    b\n\tc\n\n\nd  e\r\n"  # line breaks, indentation and runs of blanks, as in code
+_TEST_TEXT = "a\n    b\n\tc\n\n\nd  e\r\n"  # line breaks, indentation and runs of spaces, as in code
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
@@ -34,10 +34,10 @@ def encodes_whole_documents(tokenizer: Tokenizer) -> bool:
 
 
 def _is_wordpiece(described: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json is a WordPiece with BERT's steps and special tokens, with any settings."""
+    """Return whether a tokenizer.json is a WordPiece with BERT's steps and special tokens, whatever its settings."""
     model = described["model"]
-    kinds = [(described[step] or {}).get("type") for step in ("model", "normalizer", "pre_tokenizer")]
-    if kinds != _BERT_STEPS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
+    steps = [(described[step] or {}).get("type") for step in ("model", "normalizer", "pre_tokenizer")]
+    if steps != _BERT_STEPS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
         return False
     return (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) == ("##", MAX_WORD_CHARACTERS)
 
@@ -61,8 +61,8 @@ def is_bert(described: dict[str, Any]) -> bool:
 def released_from_json(path: Path, text: str) -> Tokenizer:
     """Load the `text` of a tokenizer.json unchanged, except for truncation and padding, which are disabled.
 
-    Raises `InputError`, which names `path`, if it cannot be parsed, its tokens are random, or entries for bytes are
-    missing.
+    Raises `InputError`, prefixed with `path`, if it cannot be parsed, its tokens are random (BPE dropout), or a
+    byte-level BPE lacks entries for bytes.
     """
     try:
         tokenizer = Tokenizer.from_str(text)
@@ -78,8 +78,8 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
     return tokenizer
 
 
-# Tokenizer classes in Python, of transformers and of models: they split or convert text before matching entries.
-_PYTHON = (
+# Python-only tokenizer classes of transformers and of models: they split or convert text before matching entries.
+_PYTHON_CLASSES = (
     *("bartpho", "bertgeneration", "bertjapanese", "berttokenizerlegacy", "bertweet", "biogpt", "blenderbotsmall"),
     *("byt5", "canine", "clvp", "cpm", "cpmant", "ctrl", "dia", "esm", "fastspeech2conformer", "flaubert", "fsmt"),
     *("gptneoxjapanese", "gptsw3", "kobert", "m2m100", "marian", "mgpstr", "mluke", "myt5", "perceiver", "phobert"),
@@ -95,7 +95,7 @@ def class_stem(name: object) -> str:
 
 
 def named_class(folder: Path) -> tuple[Path, str]:
-    """Return (config file, tokenizer class that it names) in a model's `folder`; "" if no class is named."""
+    """Return (config file, name of the tokenizer class in it) of a model's `folder`; the name is "" if missing."""
     named = [(folder / name, str(_object(folder / name).get("tokenizer_class") or "")) for name in _CONFIGS]
     return next((candidate for candidate in named if candidate[1]), named[0])
 
@@ -103,8 +103,8 @@ def named_class(folder: Path) -> tuple[Path, str]:
 def refuse_python(folder: Path) -> None:
     """Raise `InputError` if a model's `folder` needs a tokenizer in Python, which its files do not fully describe.
 
-    tokenizer_config.json or config.json names it. An `auto_map` without a tokenizer only concerns the model; in older
-    tokenizer_config.json files, `auto_map` may be the tokenizer's class instead of an object.
+    The class is in tokenizer_config.json or config.json. An `auto_map` without a tokenizer only concerns the model; in
+    older tokenizer_config.json files, `auto_map` may be the tokenizer's class instead of an object.
     """
     for name in _CONFIGS:
         read = _object(folder / name)
@@ -120,7 +120,7 @@ def refuse_python(folder: Path) -> None:
         named = read.get("tokenizer_class")
         if not named and not named_class(folder)[1]:
             named = re.sub("[-_]", "", str(read.get("model_type")))
-        if class_stem(named).lower() in _PYTHON:
+        if class_stem(named).lower() in _PYTHON_CLASSES:
             python = python or named
         if python:
             raise InputError(
@@ -141,7 +141,7 @@ def _object(path: Path) -> dict[str, Any]:
 def keeps_lines(tokenizer: Tokenizer) -> bool:
     """Return whether line breaks and indentation are tokens, so that decoding restores a document.
 
-    A leading blank is ignored, since some tokenizers add it.
+    A leading space is ignored, since some tokenizers add it.
     """
-    decoded = tokenizer.decode(tokenizer.encode(_LINES, add_special_tokens=False).ids)
-    return decoded.removeprefix(" ") == _LINES
+    decoded = tokenizer.decode(tokenizer.encode(_TEST_TEXT, add_special_tokens=False).ids)
+    return decoded.removeprefix(" ") == _TEST_TEXT

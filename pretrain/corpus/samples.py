@@ -19,27 +19,27 @@ from pretrain.corpus.parts import Part
 from pretrain.corpus.shards import map_array
 from pretrain.corpus.whole_documents import without_special
 
-MAX_PARTS = 32  # of a source with sampled documents
-_MAX_PER_PART = 16
+MAX_PARTS = 32  # maximum part files of a source from which a shard takes sampled documents
+_MAX_PER_PART = 16  # maximum sampled documents per part file
 _LONG_CHARACTERS = 1 << 13  # longer documents are only sampled if there are no shorter ones
-_MIN_CHARACTERS, _MAX_CHARACTERS = 1 << 14, 1 << 16  # in the sample of a shard
-_TOKENS_PER_CHARACTER = 1 << 9  # tokens in a shard per character in its sample
+_MIN_CHARACTERS, _MAX_CHARACTERS = 1 << 14, 1 << 16  # bounds of the number of characters in the sample of a shard
+_TOKENS_PER_CHARACTER = 1 << 9  # number of tokens in a shard per character in its sample, within these bounds
 _SUFFIX = ".sample"
-_MAX_SHOWN = 6  # tokens in a message
+_MAX_SHOWN = 6  # maximum tokens in a message
 
 Sampled = tuple[str, list[int]]  # string and stored tokens of a document
 
 
 def choose(texts: Sequence[str]) -> list[int]:
     """Return the indices of the documents to sample, evenly spread."""
-    short = [number for number, text in enumerate(texts) if len(text) <= _LONG_CHARACTERS]
-    short = short or sorted(range(len(texts)), key=lambda number: len(texts[number]))[:1]
+    short = [index for index, text in enumerate(texts) if len(text) <= _LONG_CHARACTERS]
+    short = short or sorted(range(len(texts)), key=lambda index: len(texts[index]))[:1]
     return short[:: -(-len(short) // _MAX_PER_PART)] if short else []
 
 
 def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Save (hash, string) of documents next to the part file at `path`, except documents that occur twice in it."""
-    rows = [[*hashed.tolist(), text] for hashed, text in sample if len(_rows(part, hashed)) == 1]
+    """Save the `sample`, (hash, string) of documents, next to the part file at `path`, without any that occur twice."""
+    rows = [[*hashed.tolist(), text] for hashed, text in sample if len(_find(part, hashed)) == 1]
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
@@ -48,16 +48,16 @@ def load(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     sampled = [(text, np.array(hashed, np.uint64)) for *hashed, text in rows]
-    return [(text, hashed) for text, hashed in sampled if len(_rows(part, hashed))]
+    return [(text, hashed) for text, hashed in sampled if len(_find(part, hashed))]
 
 
 def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
-    """Limit the sample to documents that are cheap to compare, at least one; return (string, number in the shard)."""
+    """Limit the sample to documents that are cheap to compare, at least one; return (string, index in the shard)."""
     budget = min(max(len(part.items) // _TOKENS_PER_CHARACTER, _MIN_CHARACTERS), _MAX_CHARACTERS)
     selected: list[tuple[str, int]] = []
     for text, hashed in sampled:
         if not selected or len(text) <= budget:
-            selected.append((text, int(_rows(part, hashed)[0])))
+            selected.append((text, int(_find(part, hashed)[0])))
             budget -= len(text)
     return selected
 
@@ -66,14 +66,14 @@ def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) ->
     """Return (string, tokens in the files of the shard) of sampled documents."""
     tokens, documents = (map_array(folder / f"{shard}.{array}.npy") for array in ("tokens", "documents"))
     bounds = documents[:, 1].astype(np.int64)
-    return [(text, tokens[bounds[number] : bounds[number + 1]].tolist()) for text, number in sampled]
+    return [(text, tokens[bounds[index] : bounds[index + 1]].tolist()) for text, index in sampled]
 
 
 def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> None:
-    """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than the stored."""
-    library = without_special(tokenizer)
+    """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than are stored."""
+    library_tokenizer = without_special(tokenizer)
     for where, (text, stored) in sampled:
-        encoding = library.encode(text, add_special_tokens=False)
+        encoding = library_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
         if ids != stored:
             first = [token_id == stored_id for token_id, stored_id in itertools.zip_longest(ids, stored)].index(False)
@@ -87,5 +87,6 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> Non
             )
 
 
-def _rows(part: Part, hashed: np.ndarray) -> np.ndarray:
+def _find(part: Part, hashed: np.ndarray) -> np.ndarray:
+    """Return the indices of the documents with this hash."""
     return np.flatnonzero((part.documents["hash"] == hashed).all(1))

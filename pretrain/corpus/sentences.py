@@ -1,39 +1,39 @@
-"""Split documents into sentences with `sentencex` (Wikimedia), and also between paragraphs and in long quotations."""
+"""Split documents into sentences with `sentencex` (Wikimedia), also at paragraph breaks and inside long quotations."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer sentences are split
-_QUOTATIONS = dict.fromkeys('"“”„«»‘’', " ")
-# Full stops of Tibetan and Khmer that sentencex does not support -> a full stop that it supports.
-_STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
-_BATCH_BYTES = 2 << 20  # text processed together; a larger batch does not fit in the CPU cache
+_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean length; quotations in longer sentences are split
+_QUOTATION_MARKS = dict.fromkeys('"“”„«»‘’', " ")
+# Full stops of Tibetan and Khmer, which sentencex does not support -> a full stop that it supports.
+_FULL_STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
+_BATCH_CHARACTERS = 2 << 20  # characters processed together; a larger batch does not fit in the CPU cache
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """Two functions: `split` a document into sentences, and return the character offsets where its sentences start."""
+class SentenceSplitter:
+    """Two functions: `split` splits a document into sentences; `starts` returns the sentences' character offsets."""
 
     split: Callable[[str], list[str]]
     starts: Callable[[str], list[int]]
 
 
-def splitting_of(language: str, *, by_lines: bool) -> Splitting:
-    """Return the splitting of documents in a language, or into lines if each line is a sentence (`by_lines`)."""
+def splitter_for(language: str, *, by_lines: bool) -> SentenceSplitter:
+    """Return the splitter for documents in a language; with `by_lines`, each line is a sentence."""
     if by_lines:
-        return Splitting(lambda text: text.split("\n"), line_starts)
-    return Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
+        return SentenceSplitter(lambda text: text.split("\n"), line_starts)
+    return SentenceSplitter(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
 
 
 def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Yield lists of documents with about _BATCH_BYTES characters each."""
+    """Yield lists of documents with about _BATCH_CHARACTERS characters in total."""
     batch: list[str] = []
     total = 0
     for text in texts:
         batch.append(text)
         total += len(text)
-        if total >= _BATCH_BYTES:
+        if total >= _BATCH_CHARACTERS:
             yield batch
             batch, total = [], 0
     if batch:
@@ -41,33 +41,35 @@ def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def split_sentences(document: str, language: str) -> list[str]:
-    """Split a document, whose paragraphs are lines, into sentences. Joined, they are the document, except for blanks.
+    """Split a document into sentences, whose concatenation is the document, except for white space.
 
-    `language` is an ISO 639-1 code that selects abbreviations ("Dr.", "z.B."); unknown codes use general rules.
-    sentencex never splits inside quotation marks, which can give sentences of several hundred words in novels. Long
-    sentences are therefore split again with the marks hidden, as are sentences with full stops unknown to sentencex.
+    `language` is an ISO 639-1 code that selects abbreviations ("Dr.", "z.B."); unknown codes use general rules. Each
+    line is a paragraph. sentencex never splits inside quotation marks, which can give sentences of several hundred
+    words in novels. Long sentences are therefore split again without the marks; likewise, if a document has full stops
+    that sentencex does not support, all sentences are split again with supported ones.
     """
-    has_others = not document.isascii() and any(mark in document for mark in _STOPS)
-    max_characters, hidden = (0, _QUOTATIONS | _STOPS) if has_others else (_LONG_SENTENCE_CHARACTERS, _QUOTATIONS)
+    replaced, max_characters = _QUOTATION_MARKS, _LONG_SENTENCE_CHARACTERS
+    if not document.isascii() and any(stop in document for stop in _FULL_STOPS):
+        replaced, max_characters = _QUOTATION_MARKS | _FULL_STOPS, 0
     sentences = _segment(language, document.replace("\n", "\n\n"))
     result, copied = [], 0
-    for number in [n for n, sentence in enumerate(sentences) if len(sentence) > max_characters]:
-        result += sentences[copied:number]  # most sentences are short, and are copied many at a time
-        result += _split_quotations(sentences[number], language, hidden)
-        copied = number + 1
+    for index in [n for n, sentence in enumerate(sentences) if len(sentence) > max_characters]:
+        result += sentences[copied:index]  # most sentences are short, and are copied many at a time
+        result += _split_again(sentences[index], language, replaced)
+        copied = index + 1
     return result + sentences[copied:]
 
 
 def sentence_starts(document: str, language: str) -> list[int]:
-    """Return the character offsets of the sentences of `document`; see `starts_of`."""
-    return starts_of(split_sentences(document, language), document)
+    """Return the character offsets of the sentences of `document`; see `locate_sentences`."""
+    return locate_sentences(split_sentences(document, language), document)
 
 
-def starts_of(sentences: Sequence[str], text: str) -> list[int]:
+def locate_sentences(sentences: Sequence[str], text: str) -> list[int]:
     """Return the character offsets of sentences in a document, ascending from 0; [] if it is only white space.
 
-    White space between two sentences belongs to the second one, leading and trailing white space to the first and the
-    last. Where sentences have line breaks, the document may have different white space.
+    White space between two sentences belongs to the second one, leading and trailing white space of the document to the
+    first and the last. Where sentences have line breaks, the document may have other white space.
     """
     starts, end = [], 0
     for sentence in sentences:
@@ -76,7 +78,7 @@ def starts_of(sentences: Sequence[str], text: str) -> list[int]:
             line, *lines = [stripped for inner in line.split("\n") if (stripped := inner.strip())]
         if not line:
             continue
-        # Most sentences are separated by one blank; checking this is ten times as fast as str.find.
+        # Most sentences are separated by one space; checking this is ten times as fast as str.find.
         is_next = text.startswith(line, end + 1) and text[end].isspace()
         start = end + 1 if is_next else text.find(line, end)
         if start < 0:
@@ -89,7 +91,7 @@ def starts_of(sentences: Sequence[str], text: str) -> list[int]:
 
 
 def line_starts(document: str) -> list[int]:
-    """Like `sentence_starts`, for a document whose lines are sentences."""
+    """Like `sentence_starts`, for a document in which each line is a sentence."""
     starts, offset = [], 0
     for line in document.split("\n"):
         if line.strip():
@@ -104,15 +106,18 @@ def _segment(language: str, text: str) -> list[str]:
     return sentencex.segment(language, text)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _split_quotations(sentence: str, language: str, marks: Mapping[str, str]) -> list[str]:
-    """Split `sentence` where it is split after replacing `marks`; opening quotation marks stay with the quotation."""
-    hidden = sentence
-    for mark, replacement in marks.items():  # 18 times as fast as str.translate on text beyond ASCII
-        hidden = hidden.replace(mark, replacement)
-    if hidden is sentence:  # str.replace returns the same object if nothing is replaced
+def _split_again(sentence: str, language: str, replaced: Mapping[str, str]) -> list[str]:
+    """Split `sentence` where sentencex splits it once the characters `replaced` are replaced.
+
+    Opening quotation marks stay with the quotation.
+    """
+    changed = sentence
+    for mark, replacement in replaced.items():  # 18 times as fast as str.translate on text beyond ASCII
+        changed = changed.replace(mark, replacement)
+    if changed is sentence:  # str.replace returns the same object if nothing is replaced
         return [sentence]
-    cuts = list(itertools.accumulate(len(part) for part in _segment(language, hidden)))[:-1]
-    for number, cut in enumerate(cuts):
-        if hidden[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
-            cuts[number] = cut - 1
+    cuts = list(itertools.accumulate(len(part) for part in _segment(language, changed)))[:-1]
+    for index, cut in enumerate(cuts):
+        if changed[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
+            cuts[index] = cut - 1
     return [sentence[start:end] for start, end in itertools.pairwise([0, *cuts, len(sentence)])]

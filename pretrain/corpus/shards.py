@@ -1,4 +1,4 @@
-"""Token shards on disk (invariants 4 and 5): flat arrays, memory-mapped, one copy of the corpus.
+"""Token shards on disk (invariants 4 and 5 in docs/invariants.md): flat, memory-mapped arrays.
 
     <shard>.tokens.npy     uint16 or uint32 [tokens]      concatenated sentences, without special tokens
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
@@ -26,22 +26,15 @@ from typing import IO, Any
 import numpy as np
 
 from pretrain.common.errors import InputError, MachineError, version_mismatch
-from pretrain.common.files import (
-    MANIFEST,
-    allow_open_files,
-    atomic_open,
-    sha256_file,
-    verify_manifest,
-    write_json,
-)
+from pretrain.common.files import MANIFEST, allow_open_files, atomic_open, sha256_file, verify_manifest, write_json
 from pretrain.common.kinds import not_one_of
 from pretrain.corpus.block_cache import BlockCache
 from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
 FOLDED = "folded"  # key of the manifest: document hashes ignore case and accents if the vocabulary does
-_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16
-_VERIFIED = ".proven.json"
+_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and maximum blocks, in `some_tokens`
+_VERIFIED = ".proven.json"  # file that records which files of the folder were verified
 _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"
 COUNTS = ".samples"  # subfolder with the number of samples per block, by source and settings of the sampler
@@ -65,12 +58,12 @@ class Shard:
     sentences: np.ndarray
     documents: np.ndarray
     blocks: np.ndarray | None = None  # BLOCK [blocks]; None for a shard in memory
-    cache: BlockCache | None = None  # if the shard is streamed
+    cache: BlockCache | None = None  # cache that fetches the blocks; None unless the shard is streamed
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """One split of a corpus. `special_ids` maps roles to ids; `sources` is the list in the manifest."""
+    """One split of a corpus. `special_ids` is {role: id} of special tokens; `sources` is the list in the manifest."""
 
     folder: Path
     fingerprint: str
@@ -83,8 +76,8 @@ class TokenShards:
     grown: int = 0  # number of times that sources were added
 
     def of_source(self, source: int) -> list[int]:
-        """Return the shards of a source, as indices in `shards`."""
-        return [number for number, shard in enumerate(self.shards) if shard.source == source]
+        """Return the indices in `shards` of the shards of a source."""
+        return [index for index, shard in enumerate(self.shards) if shard.source == source]
 
     @property
     def is_streamed(self) -> bool:
@@ -98,12 +91,12 @@ class TokenShards:
 
     def some_tokens(self) -> Iterator[np.ndarray]:
         """Yield the tokens of all shards in batches; of streamed shards, only some evenly spread blocks."""
-        for number, shard in enumerate(self.shards):
+        for index, shard in enumerate(self.shards):
             if shard.cache is None or shard.blocks is None:
                 for start in range(0, len(shard.tokens), _BATCH_TOKENS):
                     yield shard.tokens[start : start + _BATCH_TOKENS]
-            elif number % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
-                lease = shard.cache.hold(shard.cache.numbers(np.array([number]), np.array([0])))
+            elif index % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
+                lease = shard.cache.hold(shard.cache.numbers(np.array([index]), np.array([0])))
                 yield shard.tokens[: int(shard.blocks["end"][0])]
                 del lease
 
@@ -112,7 +105,7 @@ class TokenShards:
         return self.fingerprints[source] if self.fingerprints else f"{self.fingerprint} {source}"
 
     def weights(self, overrides: Mapping[str, float], where: str) -> list[float]:
-        """Return the weight of each source: the one in `overrides` under its name, or else the one in the corpus.
+        """Return the weight of each source: from `overrides`, which has weights by name, or else from the corpus.
 
         Replayed sources have no names.
 
@@ -160,8 +153,8 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
 def verify_shards(folder: Path) -> None:
     """Compare the SHA-256 of all files with the manifest. Raises `InputError` for the first difference.
 
-    A verified file is only read again if its size, time or inode has changed. `.proven.json` in the same folder records
-    the verified files, if the folder is writable.
+    A verified file is only read again if its size, modification time or inode has changed. The verified files are
+    recorded in the folder, if it is writable.
     """
     folder = Path(folder)
     manifest = check_version(verify_manifest(folder, content=False), folder)
@@ -169,7 +162,7 @@ def verify_shards(folder: Path) -> None:
         verified = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         verified = {}
-    states = {name: [entry["sha256"], *_state_of(folder / name)] for name, entry in manifest["files"].items()}
+    states = {name: [entry["sha256"], *_stat(folder / name)] for name, entry in manifest["files"].items()}
     for name, state in states.items():
         if verified.get(name) != state and sha256_file(folder / name) != state[0]:
             raise InputError(
@@ -187,7 +180,7 @@ def source_fingerprints(manifest: dict[str, Any]) -> tuple[str, ...]:
 
 
 def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
-    """Return a digest of the vocabulary and of the contents of a source's shards."""
+    """Return a digest of the vocabulary and of the shards of a source."""
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
     arrays = [files[f"{name}.{array}.npy"]["sha256"] for name in names for array in _ARRAYS]
@@ -195,13 +188,14 @@ def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def _state_of(path: Path) -> list[int]:
+def _stat(path: Path) -> list[int]:
+    """Return the size, modification time and inode of a file."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
 def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]:
-    """Return the manifest of the corpus at `where`. Raises `InputError` if its version is different."""
+    """Return the manifest of the corpus at `where`. Raises `InputError` if another version of bertrain prepared it."""
     if manifest.get("format") != FORMAT or FOLDED not in manifest:
         advice = "Prepare the text again, into another corpus.dir or after removing this one."
         raise InputError(version_mismatch(where, advice))
@@ -273,7 +267,7 @@ def _unreadable(path: Path, error: OSError) -> MachineError:
 
 
 class ShardWriter:
-    """Writes one shard of known size incrementally. The files appear if the `with` block does not raise.
+    """Writes one shard of known size incrementally. The files only appear if the `with` block does not raise.
 
     with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
         writer.add(tokens, sentence_tokens, document_sentences)
@@ -300,11 +294,7 @@ class ShardWriter:
         with contextlib.ExitStack() as stack:
             for array, (dtype, shape) in shapes.items():
                 file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{array}.npy")))
-                header = {
-                    "descr": np.lib.format.dtype_to_descr(dtype),
-                    "fortran_order": False,
-                    "shape": shape,
-                }
+                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
                 self._files[array] = file
             self._files["sentences"].write(np.zeros(1, "<u8"))
@@ -313,7 +303,7 @@ class ShardWriter:
         return self
 
     def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
-        """Append documents: their tokens, the number of tokens per sentence, and of sentences per document."""
+        """Append documents: tokens, number of tokens per sentence, number of sentences per document."""
         tokens_before, sentences_before, _ = self._written
         sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
         document_ends = np.cumsum(document_sentences, dtype=np.uint64)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of the vocabularies that `prepare` trains
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in vocabularies that `prepare` trains
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 _REQUIRED = ("pad", "cls", "sep", "mask")
 # Role -> names in the tokenizers of BERT, RoBERTa, EuroBERT and Gemma.
@@ -26,8 +26,9 @@ _OTHER_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # alternative keys in to
 def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
-    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one each. Other roles have
-    the token that `declared` (tokenizer_config.json) names, or else the first known name that is an entry.
+    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one of each. For other
+    roles, the token is the one that `declared` (tokenizer_config.json) names, or else the first known name among the
+    entries.
     """
     ids = _surrounding_ids(tokenizer)
     for role in ROLES:
@@ -55,7 +56,7 @@ def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
 
 
 def declared_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json in `folder`, and the special tokens that only special_tokens_map.json names.
+    """Read tokenizer_config.json in `folder`, and add the special tokens that only special_tokens_map.json names.
 
     Returns {} if neither file exists. Raises `InputError` if one is damaged.
     """
@@ -73,6 +74,7 @@ def declared_settings(folder: Path) -> dict[str, Any]:
 
 
 def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the tokens that the tokenizer adds around a string, as cls and sep; {} unless it adds two."""
     text = "a"
     plain, ids = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
     return {"cls": ids[0], "sep": ids[-1]} if plain == ids[1:-1] and len(ids) == len(plain) + 2 else {}

@@ -1,8 +1,8 @@
 """Splitters cut documents into pieces that a tokenizer encodes independently, so each distinct piece is encoded once.
 
-Gpt2Splitter    for byte-level BPE, with the regular expression of GPT-2 or of `byte_level`
-WordSplitter    into words between blanks: for Metaspace before every word, as in XLM-R and DeBERTa-v3
-RunSplitter     before blanks, and around line breaks and tabs: for BPE over whole documents, as in Gemma and mmBERT
+Gpt2Splitter    splits with the regular expression of GPT-2 or of `byte_level`: for byte-level BPE
+WordSplitter    splits at white space: for Metaspace before every word, as in XLM-R and DeBERTa-v3
+RunSplitter     splits before spaces and around line breaks and tabs: for BPE over whole documents, as in Gemma, mmBERT
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from pretrain.corpus.byte_level import is_bertrain_byte_level, step_types
 from pretrain.corpus.pieces import Bounds, DocumentPieces, bertrain_bounds, document_pieces, gpt2_bounds
 from pretrain.corpus.tokenize import BytePairs, WordTable, WordTokens
 
-_MARK = "\u2581"  # represents a blank
+_MARK = "\u2581"  # character that represents a space
 _END_OF_PIECE = "\0"
-# Normalizers that change each word between blanks independently, if no character combines with a blank.
+# Types of normalizers that change each word independently, unless a character of the word combines with a space.
 _WORD_NORMALIZERS = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
-_SAMPLE = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
-# Precompiled normalizes graphemes. These characters form a grapheme with the blank before or after them, and so do the
-# characters of the categories M (blank before) and Cf.
-_AFTER = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
-_BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
-_WORDS_PER_STRING = 100
+_TEST_TEXT = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
+# Precompiled normalizes graphemes. These characters form a grapheme with a space before (_JOINS_BEFORE) or after them
+# (_JOINS_AFTER). Characters of category M also do with a space before, characters of category Cf with either.
+_JOINS_BEFORE = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
+_JOINS_AFTER = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
+_WORDS_PER_STRING = 100  # words that the library encodes in one string
 
 
 class Gpt2Splitter:
     """Splitter for a byte-level BPE.
 
-    `adds_blank`: whether a document gets a leading blank if it has none. `line_ends`: whether line breaks are tokens.
-    `bounds`: finds the pieces.
+    `piece_tokens`: tokens of the pieces; None without a vocabulary. `adds_space`: whether a document that starts with
+    another character gets a space before it. `keep_lines`: whether line breaks are tokens. `bounds`: finds the pieces.
     """
 
     def __init__(
         self,
-        known: WordTokens | None,
+        piece_tokens: WordTokens | None,
         normalizer: Any = None,
         *,
-        adds_blank: bool,
-        line_ends: bool = True,
+        adds_space: bool,
+        keep_lines: bool = True,
         bounds: Callable[[bytes, np.ndarray], Bounds] = gpt2_bounds,
     ) -> None:
-        self.known = known
-        self._normalizer, self._adds_blank, self._line_ends = normalizer, adds_blank, line_ends
+        self.piece_tokens = piece_tokens
+        self._normalizer, self._adds_space, self._keep_lines = normalizer, adds_space, keep_lines
         self._bounds = bounds
 
     @classmethod
-    def bertrain(cls, known: WordTokens | None, *, line_ends: bool = True) -> Gpt2Splitter:
+    def bertrain(cls, piece_tokens: WordTokens | None, *, keep_lines: bool = True) -> Gpt2Splitter:
         """Make the splitter for a vocabulary that bertrain trained (`byte_level`)."""
-        return cls(known, adds_blank=True, line_ends=line_ends, bounds=bertrain_bounds)
+        return cls(piece_tokens, adds_space=True, keep_lines=keep_lines, bounds=bertrain_bounds)
 
     def fits(self, text: str) -> bool:
-        """Return whether a document without added tokens may be cut into pieces."""
-        if not self._line_ends and "\n" in text:
+        """Return whether a document may be cut into pieces. It must not contain added tokens."""
+        if not self._keep_lines and "\n" in text:
             return False
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
 
@@ -68,21 +68,21 @@ class Gpt2Splitter:
         spaced, shifted = [], []
         for text, sentences in zip(texts, starts, strict=True):
             # As in pre_tokenizers/byte_level.rs of `tokenizers`.
-            blank = self._adds_blank and not text.startswith(" ")
-            spaced.append(" " + text if blank else text)
-            shifted.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
+            space = self._adds_space and not text.startswith(" ")
+            spaced.append(" " + text if space else text)
+            shifted.append(np.asarray(sentences) + space * (np.arange(len(sentences)) > 0))
         return document_pieces(spaced, shifted, table, self._bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
-        """Return whether each piece has the same tokens alone as in a document, bool [P]."""
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
+        """Return whether each piece has the same tokens alone as within a document, bool [P]."""
         return np.ones(len(pieces), bool)
 
 
 class WordSplitter:
-    """Splitter into words between blanks."""
+    """Splitter at white space."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self.known = _LibraryPieces(tokenizer, table)
+        self.piece_tokens = _LibraryPieces(tokenizer, table)
 
     def fits(self, text: str) -> bool:
         return _MARK not in text
@@ -90,20 +90,20 @@ class WordSplitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, _word_bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
-        # In a document, a leading or trailing blank of a normalized word would merge with its neighbors.
-        return self.known.has_no_blank(pieces)
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
+        # In a document, a leading or trailing space of a normalized word would merge with its neighbors.
+        return self.piece_tokens.has_no_space(pieces)
 
 
 class RunSplitter:
-    """Splitter before blanks, and around runs of the same character of `lines`, which are added tokens."""
+    """Splitter before spaces and around runs of one of `run_characters`, line breaks and tabs that are added tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, table: WordTable, lines: str) -> None:
-        self.known = _LibraryPieces(tokenizer, table)
+    def __init__(self, tokenizer: Tokenizer, table: WordTable, run_characters: str) -> None:
+        self.piece_tokens = _LibraryPieces(tokenizer, table)
         self._classes = bytearray([_OTHER]) * 256
         self._classes[0], self._classes[ord(" ")] = _END, _SPACE
-        for number, character in enumerate(lines):
-            self._classes[ord(character)] = _LINE + number
+        for index, character in enumerate(run_characters):
+            self._classes[ord(character)] = _RUN + index
 
     def fits(self, text: str) -> bool:
         return _MARK not in text
@@ -111,48 +111,48 @@ class RunSplitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, self._bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
         return np.ones(len(pieces), bool)
 
     def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         kinds = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
         current, previous = kinds[1:], kinds[:-1]
-        may_start = (current >= _LINE) | (previous >= _LINE) | (previous == _END) | (current == _SPACE)
+        may_start = (current >= _RUN) | (previous >= _RUN) | (previous == _END) | (current == _SPACE)
         is_start = (current != previous) & may_start
         first = np.flatnonzero(is_start & (current != _END)) + 1
         edges = np.flatnonzero(is_start | (current == _END)) + 1
         return first, edges[np.searchsorted(edges, first, side="right")]
 
 
-_END, _SPACE, _OTHER, _LINE = range(4)
+_END, _SPACE, _OTHER, _RUN = range(4)
 Splitter = Gpt2Splitter | WordSplitter | RunSplitter
 
 
-def splitter_of(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
-    """Return the splitter for a tokenizer, whose pieces `table` numbers; None if documents cannot be split."""
+def splitter_for(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
+    """Return the splitter for a tokenizer; None if documents cannot be split. `table` assigns numbers to pieces."""
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
     if is_bertrain_byte_level(described):
-        line_ends = described["normalizer"] is None
-        return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), line_ends=line_ends)
+        keep_lines = described["normalizer"] is None
+        return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), keep_lines=keep_lines)
     if _splits_as_gpt2(described):
-        adds_blank = bool(cut.get("add_prefix_space"))
-        return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
+        adds_space = bool(cut.get("add_prefix_space"))
+        return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_space=adds_space)
     splitter: Splitter | None = None
-    if _splits_at_blanks(described) and _splits_at_all_blanks(tokenizer):
+    if _splits_at_spaces(described) and _splits_at_all_spaces(tokenizer):
         splitter = WordSplitter(tokenizer, table)
     elif _joins_no_words(described):
         splitter = RunSplitter(tokenizer, table, line_tokens(described))
     if splitter is None:
         return None
-    pieces = splitter.cut([_SAMPLE], [[0]], table).pieces
-    tokens, _ = splitter.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
-    agrees = tokens.tolist() == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
+    pieces = splitter.cut([_TEST_TEXT], [[0]], table).pieces
+    tokens, _ = splitter.piece_tokens.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
+    agrees = tokens.tolist() == tokenizer.encode(_TEST_TEXT, add_special_tokens=False).ids
     return splitter if agrees else None
 
 
 def line_tokens(described: dict[str, Any]) -> str:
-    """Return the line breaks and tabs that are added tokens, possibly in runs."""
+    """Return which of line feed, tab and carriage return are added tokens; runs of them may be, too."""
     added = {token["content"] for token in described["added_tokens"] if _is_literal(token)}
     return "".join(character for character in "\n\t\r" if character in added)
 
@@ -163,7 +163,7 @@ def _is_literal(token: dict[str, Any]) -> bool:
 
 
 def _splits_as_gpt2(described: dict[str, Any]) -> bool:
-    """Return whether documents without added tokens that NFC does not change can be cut like in GPT-2."""
+    """Return whether documents without added tokens can be cut like in GPT-2, unless NFC changes them."""
     cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
     if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
         return False
@@ -171,10 +171,11 @@ def _splits_as_gpt2(described: dict[str, Any]) -> bool:
     return max(entries.values()) < len(entries) and (described["normalizer"] or {}).get("type") in (None, "NFC")
 
 
-def _splits_at_blanks(described: dict[str, Any]) -> bool:
-    """Return whether words between blanks are encoded independently, each with a mark before it."""
+def _splits_at_spaces(described: dict[str, Any]) -> bool:
+    """Return whether words separated by spaces are encoded independently, each with a mark before it."""
     normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
-    if not all(step is None or (step["type"] in _WORD_NORMALIZERS and _replaces_blanks(step)) for step in normalizers):
+    steps = [step for step in normalizers if step is not None]
+    if not all(step["type"] in _WORD_NORMALIZERS and _changes_words_only(step) for step in steps):
         return False
     cut = described["pre_tokenizer"] or {}
     *before, last = cut.get("pretokenizers", [cut])
@@ -187,33 +188,32 @@ def _splits_at_blanks(described: dict[str, Any]) -> bool:
     )
 
 
-def _splits_at_all_blanks(tokenizer: Tokenizer) -> bool:
-    """Return whether tabs and line breaks separate words like blanks, which Metaspace alone does not do."""
+def _splits_at_all_spaces(tokenizer: Tokenizer) -> bool:
+    """Return whether tabs and line breaks separate words like spaces; with Metaspace alone, they do not."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     text = "a\tb\rc\nd"
     return len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
 
 
-def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
-    """Return whether a normalizer is not a Replace, or only merges blanks, which no word contains."""
-    return normalizer["type"] != "Replace" or (normalizer["pattern"], normalizer["content"]) == (
-        {"Regex": " {2,}"},
-        " ",
-    )
+def _changes_words_only(normalizer: dict[str, Any]) -> bool:
+    """Return whether a normalizer is not a Replace, or replaces only runs of spaces, which no word contains."""
+    if normalizer["type"] != "Replace":
+        return True
+    return normalizer["pattern"] == {"Regex": " {2,}"} and normalizer["content"] == " "
 
 
 def _joins_no_words(described: dict[str, Any]) -> bool:
-    """Return whether this is a BPE over whole documents in which no token has a blank after another character."""
+    """Return whether this is a BPE over whole documents in which no token has a space after another character."""
     model, normalizer = described["model"], described["normalizer"] or {}
-    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != blanks:
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != spaces:
         return False
-    # Splitting at blanks has no effect, since the normalizer replaces them.
+    # Splitting at spaces has no effect, since the normalizer has replaced them.
     cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}
     if cut["pattern"] != {"String": " "} or any(" " in token["content"] for token in described["added_tokens"]):
         return False
-    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # otherwise unknown bytes are merged
+    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # unknown bytes would be merged
     inner = re.compile(f"[^{_MARK}]{_MARK}")
     return model["byte_fallback"] and bytes_known and not any(map(inner.search, model["vocab"]))
 
@@ -228,7 +228,7 @@ _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 
 class _LibraryPieces(WordTokens):
-    """The tokens of pieces, encoded by the library."""
+    """The tokens of pieces, encoded by the `tokenizers` library."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
@@ -237,16 +237,16 @@ class _LibraryPieces(WordTokens):
         # Encode many pieces in one string, which is twice as fast as one by one.
         self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
-        self._no_blank = np.zeros(0, bool)
+        self._no_space = np.zeros(0, bool)
 
-    def has_no_blank(self, pieces: np.ndarray) -> np.ndarray:
-        """Return whether pieces, after normalization, are not empty and neither contain nor combine with a blank."""
+    def has_no_space(self, pieces: np.ndarray) -> np.ndarray:
+        """Return whether pieces, after normalization, are not empty and neither contain nor combine with a space."""
         self._extend()
-        return self._no_blank[pieces]
+        return self._no_space[pieces]
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         words = [word.decode() for word in self._table.words(numbers)]
-        self._no_blank = np.append(self._no_blank, [self._is_word(word) for word in words])
+        self._no_space = np.append(self._no_space, [self._is_word(word) for word in words])
         starts = range(0, len(words), _WORDS_PER_STRING)
         strings = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_STRING], "")) for first in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
@@ -258,9 +258,9 @@ class _LibraryPieces(WordTokens):
         if text.isascii() and text.isalnum():
             return True
         first, last = unicodedata.category(text[0]), unicodedata.category(text[-1])
-        if first[0] == "M" or "Cf" in (first, last) or text[0] in _AFTER or text[-1] in _BEFORE:
+        if first[0] == "M" or "Cf" in (first, last) or text[0] in _JOINS_BEFORE or text[-1] in _JOINS_AFTER:
             return False
         normalizer: Any = self._tokenizer.normalizer
-        normal = normalizer.normalize_str(text) if normalizer else text
-        # Strip would remove white space from a single word that it keeps inside a document.
-        return bool(normal) and _MARK not in normal and not any(map(str.isspace, text + normal))
+        normalized = normalizer.normalize_str(text) if normalizer else text
+        # The normalizer Strip removes white space from a word alone, but keeps it if the word is inside a document.
+        return bool(normalized) and _MARK not in normalized and not any(map(str.isspace, text + normalized))

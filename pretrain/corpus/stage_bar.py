@@ -6,24 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from pretrain.common.wording import make_console
 
-_SETTLING_SECONDS = 1.0  # before this, the rate is not reliable
+_SETTLING_SECONDS = 1.0  # minimum duration of a stage before its rate is shown
 
 
 class _Size(DownloadColumn):
-    """Bytes done and, if known, in total."""
+    """Column with the bytes processed and, if known, the total."""
 
     def render(self, task: Task) -> Text:
         if task.fields["total_known"]:
@@ -33,7 +25,7 @@ class _Size(DownloadColumn):
 
 
 class _Rate(ProgressColumn):
-    """Bytes per second since the start of the stage."""
+    """Column with the bytes per second since the start of the stage."""
 
     def render(self, task: Task) -> Text:
         seconds = task.finished_time if task.finished_time is not None else task.elapsed or 0.0

@@ -1,6 +1,6 @@
-"""The functions that preparation processes execute: read a chunk, count words, tokenize, write a shard, hash.
+"""The functions that preparation processes execute: read a chunk, count words, tokenize, write a shard, hash files.
 
-The stages exchange part files (`parts`). A process keeps its table of words between calls.
+Stages pass documents on in part files (`parts`). A process keeps its table of words between calls.
 """
 
 import gc
@@ -30,7 +30,7 @@ from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.inputs import Chunk, Problems
 from pretrain.corpus.parts import DOCUMENT, Part, random_order
-from pretrain.corpus.sentences import Splitting, batches_of, splitting_of, starts_of
+from pretrain.corpus.sentences import SentenceSplitter, batches_of, locate_sentences, splitter_for
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
@@ -41,7 +41,7 @@ from pretrain.corpus.whole_documents import DocumentEncoder, measure
 from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
-LOCK = "lock"  # file in the work folder that the coordinating process locks
+LOCK = "lock"  # file in the work folder, locked by the coordinating process
 TOKENIZER = "tokenizer.json"  # file in the work folder
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _PART_BYTES = 32 << 20  # maximum text per part file
@@ -49,7 +49,7 @@ _PART_BYTES = 32 << 20  # maximum text per part file
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """The settings of a process. If no vocabulary is given, a later stage tokenizes the words."""
+    """The settings of a process. If no vocabulary is given, words are tokenized in a later stage."""
 
     work: str  # folder of the part files and of the trained tokenizer
     lowercase: bool
@@ -59,7 +59,7 @@ class PreparationSettings:
     byte_level: bool = False  # whether a byte-level BPE is trained
     released: bool = False  # whether the vocabulary is given and encodes whole documents
     fold: Fold = Fold.NOTHING  # differences that are ignored when documents are compared
-    joins_lines: bool = False  # whether line breaks in whole documents become blanks
+    joins_lines: bool = False  # whether line breaks in whole documents become spaces
     unknown_id: int = -1  # id of the unknown token in the given vocabulary
     filters: FiltersConfig = field(default_factory=FiltersConfig)
     address: str = ""  # address at which each shard is stored as soon as it is written
@@ -68,8 +68,8 @@ class PreparationSettings:
 # ---------------------------------------------------------------- the process
 
 
-class _Process:
-    """State of this process: settings, tokenizer, and the words seen so far."""
+class _ProcessState:
+    """The state of this process: settings, tokenizer, and the words seen so far."""
 
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
@@ -90,15 +90,15 @@ class _Process:
         if self.settings.released:
             self.document_encoder()
         else:
-            self.known_words()
+            self.word_tokens()
 
-    def known_words(self) -> WordTokens:
-        """Return the `WordTokens` of `table`."""
+    def word_tokens(self) -> WordTokens:
+        """Return the tokens of the words in `table`."""
         if self._words is None:
             tokenizer = self._load()
             self.unknown_id = special_ids(tokenizer)["unk"]
-            known_words = BytePairs if self.settings.byte_level else WordPieces
-            self._words = known_words(tokenizer, self.table)
+            tokens_class = BytePairs if self.settings.byte_level else WordPieces
+            self._words = tokens_class(tokenizer, self.table)
         return self._words
 
     def document_encoder(self) -> DocumentEncoder:
@@ -114,23 +114,24 @@ class _Process:
         self.dtype = token_dtype(vocabulary_size(self._tokenizer))
         return self._tokenizer
 
-    def limit_words(self) -> None:
+    def limit_table(self) -> None:
         """Start a new table of words if the current one is too large."""
         if self.table.size > MAX_TABLE_WORDS:
             self.table, self._words, self._documents = WordTable(), None, None
 
 
-_process: _Process | None = None
+_process: _ProcessState | None = None
 
 
-# Interrupts the running call of a child, which stays alive: a killed child could leave a partial result in the pipe to
-# the pool, which would wait for the rest. Not SIGTERM, which the executor sends to all children if one was killed.
+# Signal that interrupts the running call of a child process. The child stays alive: if it were killed, it could leave a
+# partial result in the pipe to the pool, which would wait for the rest. It is not SIGTERM, because the executor sends
+# SIGTERM to all children if one was killed.
 STOP = signal.SIGUSR1
 _is_running = _is_stopped = False
 
 
 def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a child; STOP interrupts this call and all later ones. Its files are written atomically."""
+    """Call `function` in a child process. STOP interrupts this call and all later ones; no file is left incomplete."""
     global _is_running
     _is_running = True
     try:
@@ -160,7 +161,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(STOP, _stop)
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _process = _Process(settings, tokenizer)
+    _process = _ProcessState(settings, tokenizer)
 
 
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
@@ -170,7 +171,7 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
     """
     global _process
     _disable_threads()
-    _process = _Process(settings, tokenizer)
+    _process = _ProcessState(settings, tokenizer)
     _process.is_remote = True
     _check_visible([str(_process.work / LOCK)])
 
@@ -203,7 +204,8 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _state() -> _Process:
+def _state() -> _ProcessState:
+    """Return the state of this process."""
     if _process is None:
         raise RuntimeError("start_process has not been called")
     return _process
@@ -213,17 +215,17 @@ def _state() -> _Process:
 
 
 def read(chunk: Chunk) -> list[dict[str, Any]]:
-    """Prepare a chunk, or all unprepared chunks of a stream; return the summaries."""
+    """Prepare a chunk, or all unprepared chunks of a stream; return their summaries, fields of `ChunkSummary`."""
     _check_visible(chunk.paths)
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
     work = _state().work
-    return [load_summary(work, part_chunk) or _read_chunk(part_chunk) for part_chunk in cut_stream(chunk)]
+    return [load_summary(work, piece) or _read_chunk(piece) for piece in cut_stream(chunk)]
 
 
-def load_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
-    """Return the summary of a chunk; None if it is not prepared."""
-    path = work / f"{chunk.name}.json"
+def load_summary(work_dir: Path, chunk: Chunk) -> dict[str, Any] | None:
+    """Return the summary of a chunk; None if the chunk is not prepared yet."""
+    path = work_dir / f"{chunk.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -231,7 +233,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
     """Read, split and (with a vocabulary) tokenize one chunk into part files; the summary is written last."""
     state = _state()
     problems, report = Problems(), Report()
-    splitting = splitting_of(state.settings.language, by_lines=reader(chunk.config).lines_are_sentences)
+    splitter = splitter_for(state.settings.language, by_lines=reader(chunk.config).lines_are_sentences)
     names: list[str] = []
     batches: list[Part] = []
     sample: list[tuple[np.ndarray, str]] = []
@@ -249,16 +251,16 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
                 part.sketches.save(path, part.documents["hash"])
         batches.clear()
         size = 0
-        state.limit_words()
+        state.limit_table()
 
     for texts in batches_of(documents(chunk, problems)):
         read += len(texts)
         texts, sketches = state.filters.keep(texts, report)
         if not texts:
             continue
-        part, texts = _batch(texts, sketches, state, splitting)
+        part, texts = _convert(texts, sketches, state, splitter)
         if not batches:
-            sample = [(part.documents["hash"][number], texts[number]) for number in samples.choose(texts)]
+            sample = [(part.documents["hash"][index], texts[index]) for index in samples.choose(texts)]
         batches.append(part)
         size += sum(map(len, texts))
         if size >= _PART_BYTES:
@@ -279,7 +281,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """Count the words of the documents selected by the packed bits `keep`; return the distinct words and counts."""
+    """Count the words of the documents selected by the packed bits `keep`; return distinct words and their counts."""
     chosen = _load_documents(part, keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)
@@ -287,25 +289,25 @@ def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
 
 
 def tokenize_part(part: str, words_part: str) -> None:
-    """Convert a part file of word numbers to a part file of token ids."""
+    """Convert the part file `words_part`, of word numbers, to the part file `part`, of token ids."""
     state = _state()
     if (state.work / part).exists():
         return  # a cluster may repeat a call after its input was deleted
-    state.limit_words()
+    state.limit_table()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
     _tokenize(numbers, words, state)[0].save(state.work / part)
 
 
-def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
-    """Write one shard: the chosen documents of part files, in random order.
+def write_shard(name: str, document_range: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
+    """Write a shard with the documents in a range of part files, in random order.
 
-    Return file hashes, the address at which the files were stored, the number of [UNK], sampled documents, and
-    histograms of tokens per document and sentence. The result is also saved in the work folder, to mark the shard done.
+    Return file hashes, the address at which the files were stored, the index of unknown tokens, sampled documents, and
+    histograms of tokens per document and sentence. The result is also saved in the work folder to mark the shard done.
     """
     state = _state()
     state.load_tokenizer()
-    part, sampled = _join_documents(choice)
+    part, sampled = _load_range(document_range)
     lengths = {"document": _histogram(part.documents["items"]), "sentence": _histogram(part.sentence_items)}
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
@@ -322,7 +324,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     return result
 
 
-def _store(folder: Path, names: Collection[str], state: _Process) -> str:
+def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
     """Store the files of a shard at the configured address; return the address, or "" if they were not stored."""
     address, objects = state.settings.address, ObjectStore()
     try:
@@ -338,12 +340,12 @@ def _store(folder: Path, names: Collection[str], state: _Process) -> str:
     return address
 
 
-def _join_documents(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
-    """Return the chosen documents of all parts of a source in random order, and the sampled documents among them."""
+def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
+    """Return a range of documents, read from part files, in random order, and the sampled documents among them."""
     work = _state().work
     parts: list[Part] = []
     sampled: list[tuple[str, np.ndarray]] = []
-    for index, (name, numbers) in enumerate(choice.documents(work)):
+    for index, (name, numbers) in enumerate(document_range.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
             sampled += samples.load(work / name, parts[-1]) if index < samples.MAX_PARTS else []
@@ -357,13 +359,13 @@ def _join_documents(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.nda
 
 
 def _load_documents(name: str, bits: np.ndarray) -> Part:
-    """Load the documents of a part that are selected by packed `bits`."""
+    """Load the documents of a part file that are selected by packed `bits`."""
     part = Part.load(_state().work / name)
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
 def find_pairs(name: str, band: int, share: int, shares: int, precedence: near_duplicates.Precedence) -> None:
-    """Compare the sketches of all parts in one band; write the result to the file `name` in the work folder."""
+    """Call `near_duplicates.find_pairs`; write the result to the file `name` in the work folder."""
     state = _state()
     threshold = state.settings.filters.near_duplicates.threshold
     near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold, precedence)
@@ -376,6 +378,7 @@ def hash_files(paths: Sequence[str]) -> list[str]:
 
 
 def _histogram(lengths: np.ndarray) -> np.ndarray:
+    """Count the lengths by their index of bits, int64 [HISTOGRAM_BINS]."""
     bits = np.frexp(lengths.astype(np.float64))[1]
     return np.bincount(bits, minlength=HISTOGRAM_BINS)
 
@@ -383,65 +386,66 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- documents to parts
 
 
-def _batch(
-    texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
+def _convert(
+    texts: list[str], sketches: Sketches | None, state: _ProcessState, splitter: SentenceSplitter
 ) -> tuple[Part, list[str]]:
     """Drop short documents; return the others as a part, tokenized if there is a vocabulary, and as strings."""
     settings = state.settings
     if settings.released or settings.byte_level:
-        return _whole_documents(texts, sketches, state, splitting)
-    lines = ["\n".join(splitting.split(text)) for text in texts]
+        return _convert_whole(texts, sketches, state, splitter)
+    lines = ["\n".join(splitter.split(text)) for text in texts]
     cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
     part = replace(_part_of_words(cut), sketches=sketches)
     long_enough = part.documents["words"] >= settings.min_document_words
     return _select(part, texts, long_enough & (part.documents["sentences"] > 0), state)
 
 
-def _select(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -> tuple[Part, list[str]]:
+def _select(part: Part, texts: list[str], keep: np.ndarray, state: _ProcessState) -> tuple[Part, list[str]]:
     """Select the documents where `keep` is true; if there is a vocabulary, tokenize them and drop empty documents."""
-    part, texts = part.select(keep), [texts[number] for number in np.flatnonzero(keep)]
+    part, texts = part.select(keep), [texts[index] for index in np.flatnonzero(keep)]
     if not state.settings.vocabulary_given or state.settings.released:
         return part, texts
     tokenized, filled = _tokenize(part.items, part, state)
-    return tokenized, [texts[number] for number in np.flatnonzero(filled)]
+    return tokenized, [texts[index] for index in np.flatnonzero(filled)]
 
 
-def _whole_documents(
-    texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
+def _convert_whole(
+    texts: list[str], sketches: Sketches | None, state: _ProcessState, splitter: SentenceSplitter
 ) -> tuple[Part, list[str]]:
     """Drop short documents; return the others as a part, encoded whole if there is a vocabulary, and as strings."""
     settings = state.settings
     table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
         joined = list(map(without_line_ends, texts))
-        starts = [starts_of(splitting.split(text), document) for text, document in zip(texts, joined, strict=True)]
+        pairs = zip(texts, joined, strict=True)
+        starts = [locate_sentences(splitter.split(text), joined_text) for text, joined_text in pairs]
     else:
-        joined, starts = texts, list(map(splitting.starts, texts))
+        joined, starts = texts, list(map(splitter.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
-    kept = [number for number, sentences in enumerate(starts) if sentences and long_enough[number]]
-    texts, joined = [texts[number] for number in kept], [joined[number] for number in kept]
-    starts = [starts[number] for number in kept]
+    kept = [index for index, sentences in enumerate(starts) if sentences and long_enough[index]]
+    texts, joined = [texts[index] for index in kept], [joined[index] for index in kept]
+    starts = [starts[index] for index in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
     if settings.released:
         part = state.document_encoder().encode(joined, starts, table[kept], state.dtype)
     else:
-        part = _cut_to_pieces(joined, starts, table[kept], state.table)
+        part = _part_of_pieces(joined, starts, table[kept], state.table)
     # Documents that consist of control characters have no tokens.
     return _select(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
-def _cut_to_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a blank."""
+def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, words: WordTable) -> Part:
+    """Cut documents, each after a space, into pieces whose counts a byte-level vocabulary is trained on."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, numbers)
+    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, words)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])
     return Part(cut.pieces, np.diff(cut.sentences).astype(np.uint32), table, [])
 
 
-def _join_batches(batches: list[Part], state: _Process) -> Part:
+def _join_batches(batches: list[Part], state: _ProcessState) -> Part:
     sketches = [batch.sketches for batch in batches if batch.sketches]
     part = Part(
         np.concatenate([batch.items for batch in batches]),
@@ -454,7 +458,7 @@ def _join_batches(batches: list[Part], state: _Process) -> Part:
 
 
 def _part_of_words(cut: CutWords) -> Part:
-    """Convert to a part whose items are word numbers in the process's table."""
+    """Convert cut words to a part whose items are word numbers in the process's table."""
     table = np.zeros(len(cut.hashes), DOCUMENT)
     table["hash"] = cut.hashes
     table["sentences"] = np.diff(cut.documents)
@@ -471,13 +475,13 @@ def _renumber(part: Part, table: WordTable) -> Part:
     return replace(part, items=new_number[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
-def _tokenize(numbers: np.ndarray, words: Part, state: _Process) -> tuple[Part, np.ndarray]:
-    """Tokenize the part `words`; `numbers` are the word numbers of its items in the process's table.
+def _tokenize(numbers: np.ndarray, words: Part, state: _ProcessState) -> tuple[Part, np.ndarray]:
+    """Tokenize the part `words`; `numbers` has the word index of each item in the process's table.
 
-    Sentences and documents without tokens (control characters only) are dropped. Return the part, and which documents
-    are kept, bool [D].
+    Sentences and documents without tokens, which have only control characters, are dropped. Return the part of tokens,
+    and which documents are kept, bool [D].
     """
-    known = state.known_words()
+    known = state.word_tokens()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
     tokens, token_offsets = known.tokens(numbers, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)

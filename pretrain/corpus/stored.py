@@ -34,13 +34,13 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
-_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # only needed by `prepare`
-_SMALL_FETCHES = 16  # simultaneous fetches of block tables, which have a few kilobytes each
-_STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks
+_SIGNATURE_FILES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # of `growth`; only needed by `prepare`
+_SMALL_FETCHES = 16  # number of simultaneous fetches of block tables, which have a few kilobytes each
+_STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks of a streamed corpus
 
 
 def is_streamed(corpus: CorpusConfig) -> bool:
-    """Return whether training streams the corpus from its address."""
+    """Return whether training streams the corpus from its address, the URL of a folder in an object store."""
     return is_remote(corpus.dir) and bool(corpus.cache) and not (corpus.folder / MANIFEST).is_file()
 
 
@@ -54,7 +54,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
         objects = ObjectStore()
-        skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
+        skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURE_FILES)
         folders.fetch(corpus.dir, objects, exclude=skipped, concurrency=_SMALL_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
@@ -69,7 +69,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, like `open_shards`.
 
     Args:
-        tokens: whether tokens will be read; if not, the shards of a streamed corpus are omitted.
+        tokens: whether tokens will be read; if not, the result has no shards for a streamed corpus.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -85,17 +85,17 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
-    tables = _tables(corpus, folder / "blocks.npy", entries)
-    stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
+    tables = _block_tables(corpus, folder / "blocks.npy", entries)
+    stored = [StoredShard(_stored_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
     cache = BlockCache(corpus.dir, folder, stored, max_bytes=int(corpus.cache))
     shards = [
-        Shard(entry["name"], split, entry["source"], *_views(cache, number, entry, manifest), blocks=table, cache=cache)
-        for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
+        Shard(entry["name"], split, entry["source"], *_views(cache, index, entry, manifest), blocks=table, cache=cache)
+        for index, (entry, table) in enumerate(zip(entries, tables, strict=True))
     ]
     return replace(described, fingerprints=fingerprints, shards=shards)
 
 
-def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
+def _block_tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
     """Return the block tables of all shards, mapped from one file that the processes of this machine share."""
     with locked(file.with_suffix(".lock")):
         try:
@@ -108,8 +108,8 @@ def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> 
     return np.split(table, np.flatnonzero(table["begin"] == 0)[1:])
 
 
-def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
-    """Describe the arrays of a shard at an address."""
+def _stored_arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
+    """Describe the files of a shard's arrays in the object store."""
     arrays = {}
     for array, (dtype, shape) in array_types(entry, manifest).items():
         name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
@@ -129,7 +129,7 @@ def _views(
 def fetch_without_tokens(corpus: CorpusConfig, *, refresh: bool = False) -> Path:
     """Like `fetch_corpus`, but only fetch tokenizer and card, if the corpus is not local yet or with `refresh`."""
     if is_remote(corpus.dir) and (refresh or not (corpus.folder / MANIFEST).is_file()):
-        folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURES))
+        folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURE_FILES))
     return corpus.folder
 
 
@@ -145,7 +145,7 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
-    """Wrap a preparation: first fetch the needed files of a corpus at an address, finally store the corpus there.
+    """Fetch the files that preparing a corpus at an address needs; after the `with` block, store the corpus there.
 
     Yields whether a corpus is stored at the address; its tokens are not fetched.
 
@@ -160,7 +160,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         raise InputError(f"corpus.dir: {error}") from None
     stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
     if stored is not None and not _has_all(corpus.folder, stored):
-        _remove_other(corpus.folder, stored)
+        _remove_different(corpus.folder, stored)
         folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
             file.write(stored)
@@ -183,15 +183,15 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the folder has the corpus of this manifest, possibly with more sources."""
+    """Return whether the folder has all files of the corpus with this manifest; it may have more sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.files_of(manifest)
     return all(local["files"].get(name) == entry for name, entry in stored_files.items() if name not in CARD_FILES)
 
 
-def _remove_other(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder whose content differs from this manifest."""
+def _remove_different(folder: Path, manifest: bytes) -> None:
+    """Remove the files of a folder whose content is not as in this manifest."""
     local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name

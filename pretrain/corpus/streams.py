@@ -1,4 +1,4 @@
-"""Sequential reading of files: decompressed, UTF-16 converted to UTF-8, up to the first damage."""
+"""Read files in order, up to the first damage: decompress them, and convert UTF-16 to UTF-8."""
 
 import codecs
 import contextlib
@@ -37,7 +37,7 @@ class TextStream(io.RawIOBase):
         return len(read)
 
     def read(self, size: int = -1) -> bytes:
-        """Return `size` bytes, fewer only at the end of the file; if `size` is negative, all bytes."""
+        """Return `size` bytes, or fewer at the end of the file; if `size` is negative, all bytes."""
         reads, remaining = [], sys.maxsize if size < 0 else size
         while remaining and (read := self._read_some(remaining)):
             reads.append(read)
@@ -53,7 +53,7 @@ class TextStream(io.RawIOBase):
 
     def _read_next(self, max_bytes: int) -> bytes:
         try:
-            # `read` would lose the bytes before the damage.
+            # `read` of a compressed file would lose the bytes before the damage.
             read: bytes = self._stream.read1(max_bytes)
         except BROKEN as error:
             self.fault, read = one_line(error), b""

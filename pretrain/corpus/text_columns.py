@@ -1,4 +1,4 @@
-"""Sources of rows with a column of text."""
+"""Base class of sources that are tables with a column of text."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ ROWS_PER_READ = 1000
 
 
 class ColumnReader(SourceReader):
-    """A source of rows. A kind defines how to read the values of the text column."""
+    """Reader of tables, one document per row. A kind of source implements reading the values of the text column."""
 
     def values(self, chunk: Chunk) -> Iterable[Any]:
         """Return the text column of a chunk, in order: str, or bytes that may not be UTF-8."""

@@ -1,8 +1,8 @@
 """WordPiece as an array operation over distinct words.
 
-WordPiece is a function of the word only: numpy cuts a batch of documents into words, each word is looked up in a hash
-table that the process keeps, only new words are tokenized, and the ids are gathered. Words are cut where BERT's
-tokenizer always cuts: at ASCII blanks, at ASCII punctuation, and around ideographs. Plain ASCII words are matched in
+The tokens of a word do not depend on its context: numpy cuts a batch of documents into words, each word is looked up in
+a hash table that the process keeps, only new words are tokenized, and the ids are gathered. Words are cut where BERT's
+tokenizer always cuts: at ASCII white space and punctuation, and around ideographs. Plain ASCII words are matched in
 `trie`. All others, with accents, ideographs or control characters, are passed to the `tokenizers` library, so the ids
 equal BertTokenizer's by construction. There is one intended exception: special tokens such as `[MASK]` that are written
 out in a document are ordinary characters here (as with `split_special_tokens=True`).
@@ -26,19 +26,19 @@ from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import Fold, bert_tokenizer
 from pretrain.corpus.word_counts import document_words
 
-MAX_TABLE_WORDS = 1 << 20  # about 80 MB; a process then starts a new table of words
+MAX_TABLE_WORDS = 1 << 20  # maximum words in a table, about 80 MB; then the process starts a new table
 _CAPACITY = 40_000  # initial capacity for words of up to 8 bytes, and of up to 16 bytes: 4 MB
 END_OF_DOCUMENT = "\0"
 
 # Classes of bytes. Classes from _WORD on are parts of words; the first byte of an ideograph has a separate class.
-_BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
+_SPACE, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
 PADDING = 16  # zero bytes after the data, so that 16 bytes can be read at any word
 
 
 def _character_classes() -> bytes:
     classes = bytearray([_WORD]) * 256
-    for blank in b" \t\r":
-        classes[blank] = _BLANK
+    for space in b" \t\r":
+        classes[space] = _SPACE
     classes[ord("\n")] = _SENTENCE_END
     classes[0] = _DOCUMENT_END
     for mark in range(33, 127):
@@ -52,7 +52,7 @@ def _character_classes() -> bytes:
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
 # UTF-8 prefixes of characters in decomposed strings: combining marks, leading jamo, voiced marks of kana.
-_DECOMPOSED = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
+_DECOMPOSED_PREFIXES = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
 _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n little-endian bytes
 
 
@@ -60,9 +60,9 @@ _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks 
 class CutWords:
     """A batch of D documents with S sentences and W words.
 
-    words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
-    documents int64 [D+1], sentence offset of each document; document_words int64 [D], as in `word_counts`;
-    document_bytes int64 [D]; hashes uint64 [D, 2], 128-bit hashes of the normalized documents.
+    words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first word;
+    documents int64 [D+1], index of each document's first sentence; document_words int64 [D], number of words as in
+    `word_counts`; document_bytes int64 [D]; hashes uint64 [D, 2], 128-bit hashes of the normalized documents.
     Sentences have at least one word; documents may be empty.
     """
 
@@ -80,7 +80,7 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
     # Lowercasing ASCII first halves the number of distinct words; BertNormalizer changes these bytes in the same way.
     text = raw.translate(_LOWER) if lowercase else raw
     kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
-    starts, ends, blank_words = _word_bounds(kinds, np.frombuffer(text, np.uint8))
+    starts, ends, spaced_starts = _word_bounds(kinds, np.frombuffer(text, np.uint8))
     words = table.intern(np.frombuffer(text + bytes(PADDING), np.uint8), starts, ends - starts)
 
     line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
@@ -92,14 +92,14 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
         words=words,
         sentences=np.concatenate([[0], words_before[filled]]),
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
-        document_words=document_words(text, blank_words, text_ends),
+        document_words=document_words(text, spaced_starts, text_ends),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
         hashes=document_hashes(raw, len(texts), fold=fold),
     )
 
 
 def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return start and end byte of each word, and the starts of blank-separated words. The last byte is a NUL."""
+    """Return the bounds of words, and the starts of words separated by white space. The last byte is a NUL."""
     in_word, mark = kinds >= _WORD, kinds == _PUNCTUATION
     starts, ends, solid = mark.copy(), mark.copy(), in_word | mark
     starts[0] |= in_word[0]
@@ -112,18 +112,18 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     starts[leads + 3] |= in_word[leads + 3]
     before = leads[leads > 0] - 1
     ends[before] |= in_word[before]
-    blank_starts = solid.copy()
-    blank_starts[1:] &= ~solid[:-1]
-    return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
+    is_spaced_start = solid.copy()
+    is_spaced_start[1:] &= ~solid[:-1]
+    return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(is_spaced_start)
 
 
 def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
-    """Return BLAKE2b of each document, uint64 [count, 2]: in NFC, without ASCII blanks and the differences `fold`."""
+    """Return the BLAKE2b of each document in NFC, uint64 [count, 2], without white space and the differences `fold`."""
     stripped = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
     if fold and not stripped.isascii():
         stripped = b"".join(_folded_runs(stripped, fold))
     folded = stripped.split(b"\0")[:count]
-    if any(lead in raw for lead in _DECOMPOSED):
+    if any(lead in raw for lead in _DECOMPOSED_PREFIXES):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
@@ -154,7 +154,7 @@ def _accents() -> re.Pattern[str]:
 
 
 class WordTable:
-    """Numbers distinct words 0, 1, 2, ... in order of arrival; a word is a string of bytes without NUL."""
+    """Assigns numbers 0, 1, 2, ... to distinct words in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
         self._short = KeyTable(1, capacity=_CAPACITY)  # up to 8 bytes: the word is the 64-bit key
@@ -165,7 +165,7 @@ class WordTable:
         self.size = 0
 
     def intern(self, buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Number the words `buffer[start : start + length]`, int32; the buffer needs 16 bytes after the last start."""
+        """Return the numbers of words `buffer[start : start + length]`, int32; 16 bytes must follow the last start."""
         numbers = np.empty(len(starts), np.int32)
         at_byte = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
@@ -181,7 +181,7 @@ class WordTable:
         return numbers
 
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
-        """Number the `words`, int32."""
+        """Return the numbers of `words`, int32."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         buffer = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
@@ -228,20 +228,20 @@ class WordTokens:
 
     def __init__(self, table: WordTable) -> None:
         self._table = table
-        self._words = self._pooled = 0  # number of encoded words, and of their tokens
-        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
-        self._counts = np.zeros(0, np.int32)  # tokens of each word
+        self._words = self._pooled = 0  # number of encoded words, and of tokens in the pool
+        self._first_tokens = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
+        self._counts = np.zeros(0, np.int32)  # number of tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
-        self._pool = np.zeros(0, np.int32)
+        self._pool = np.zeros(0, np.int32)  # tokens of all encoded words
 
     def tokens(self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the concatenated tokens of words, and the token offset of each sentence, int64 [S+1]."""
+        """Return the concatenated tokens of words, and the index of each sentence's first token, int64 [S+1]."""
         self._extend()
         counts = self._counts[words]
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
         # Most words have one token: repeat the first token for all tokens of a word, then correct the others.
-        tokens = np.repeat(self._heads[words].astype(dtype), counts)
+        tokens = np.repeat(self._first_tokens[words].astype(dtype), counts)
         multi_token = np.flatnonzero(counts > 1)
         extra = counts[multi_token] - 1
         offsets = np.arange(extra.sum()) - np.repeat(np.cumsum(extra) - extra, extra) + 1
@@ -257,16 +257,16 @@ class WordTokens:
             return
         counts, tokens = self._encode(np.arange(known, size))
         starts = np.cumsum(counts) - counts
-        heads = np.zeros(size - known, np.int32)
-        heads[counts > 0] = tokens[starts[counts > 0]]
-        self._heads = _append(self._heads, known, heads)
+        first_tokens = np.zeros(size - known, np.int32)
+        first_tokens[counts > 0] = tokens[starts[counts > 0]]
+        self._first_tokens = _append(self._first_tokens, known, first_tokens)
         self._counts = _append(self._counts, known, counts)
         self._offsets = _append(self._offsets, known, self._pooled + starts)
         self._pool = _append(self._pool, self._pooled, tokens)
         self._words, self._pooled = size, self._pooled + len(tokens)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens per word, concatenated tokens) of words of the table."""
+        """Return (number of tokens per word, concatenated tokens) of the words with these numbers."""
         raise NotImplementedError
 
 
@@ -276,19 +276,19 @@ class WordPieces(WordTokens):
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
         self._trie = TokenTrie(tokenizer)
-        self._whole_tokenizer = _WholeTokenizer(tokenizer)
+        self._library = _LibraryWords(tokenizer)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens per word, concatenated tokens) of words of the table.
+        """Return (number of tokens per word, concatenated tokens) of the words with these numbers.
 
         Words of printable ASCII are looked up in the trie: BERT's normalizer does not change them, and ASCII marks are
-        already separate words. All others, one in nine, go through the whole tokenizer.
+        already separate words. All others, one in nine, are encoded by the library.
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
         in_trie, others = np.flatnonzero(plain), np.flatnonzero(~plain)
         trie_words, trie_tokens = self._trie.tokenize(letters[in_trie])
-        other_words, other_tokens = self._whole_tokenizer.tokens(self._table.words(numbers[others]))
+        other_words, other_tokens = self._library.tokens(self._table.words(numbers[others]))
         words = np.concatenate([in_trie[trie_words], others[other_words]])
         tokens = np.concatenate([trie_tokens, other_tokens])
         return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
@@ -315,8 +315,8 @@ def _append(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
     return array
 
 
-class _WholeTokenizer:
-    """Encodes words with the tokenizer itself, many in one string, which is three times as fast as one by one.
+class _LibraryWords:
+    """Encodes words with the `tokenizers` library, many in one string, which is three times as fast as one by one.
 
     The separator is "|": it is always a separate token, and BERT's normalizer converts no other character to it.
     """
@@ -333,7 +333,7 @@ class _WholeTokenizer:
         self._separator = tokenizer.token_to_id(self._SEPARATOR)
 
     def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the word number and the id of each token. Words have no ASCII blanks; an ASCII mark is a word."""
+        """Return the index of its word and the id of each token. Words contain no spaces; an ASCII mark is a word."""
         strings = [b"|".join((*batch, b"")).decode() for batch in _batched(words, self._WORDS_PER_STRING)]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])

@@ -12,13 +12,7 @@ from pretrain.common.files import read_json
 from pretrain.common.setting_errors import shorten
 from pretrain.corpus.released import class_stem, kind_of, named_class, refuse_python
 from pretrain.corpus.special_tokens import declared_settings
-from pretrain.corpus.vocabulary import (
-    bert_tokenizer,
-    entry_ids,
-    read_vocabulary,
-    tokenizer_from_json,
-    vocabulary_size,
-)
+from pretrain.corpus.vocabulary import bert_tokenizer, entry_ids, read_vocabulary, tokenizer_from_json, vocabulary_size
 
 SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 
@@ -28,9 +22,10 @@ def load_vocabulary(
 ) -> Tokenizer:
     """Load the tokenizer of a BERT vocab.txt, a tokenizer.json, or a folder (see `read_files`).
 
-    If `strip_accents` is None, it is as declared in the files, by default as `lowercase`.
+    If `strip_accents` is None, the value in the files applies; by default, it equals `lowercase`.
 
-    Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
+    Raises `InputError` if the tokenizer is missing, damaged, of another kind, or contradicts `lowercase` or
+    `strip_accents`.
     """
     path = path.expanduser()
     if not path.exists():
@@ -46,8 +41,8 @@ def load_vocabulary(
 def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
     """Load the tokenizer of a folder, or of its tokenizer.json or vocab.txt, with the settings in the folder's files.
 
-    `casing` has settings for a vocab.txt that are not declared there; by default, they are inferred from the entries.
-    Truncation and padding are disabled. Errors are the same as in `checkpoint.tokenizer.read_tokenizer`.
+    `casing` has settings for a vocab.txt that the files lack; by default, they are inferred from the entries.
+    Truncation and padding are disabled. Raises errors like `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
     declared = declared_types(folder)
@@ -85,24 +80,14 @@ def _missing(folder: Path) -> str:
 
 # Tokenizer classes of transformers that read vocab.txt like BERT, or vocab.json with merges.txt like RoBERTa.
 _WORD_PIECES = (
-    "Bert",
-    "DistilBert",
-    "Electra",
-    "ConvBert",
-    "Funnel",
-    "LayoutLM",
-    "Lxmert",
-    "MobileBert",
-    "RetriBert",
-    "SqueezeBert",
-    "PreTrained",
-    "Tokenizers",
+    *("Bert", "DistilBert", "Electra", "ConvBert", "Funnel", "LayoutLM", "Lxmert", "MobileBert", "RetriBert"),
+    *("SqueezeBert", "PreTrained", "Tokenizers"),
 )
 _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
 
 
 def _check_class(folder: Path, known: tuple[str, ...]) -> None:
-    """Refuse a class that is not in `known`: it may split words first, which the files do not describe."""
+    """Raise `InputError` if the class is not in `known`: it may split text in a way that the files do not describe."""
     path, name = named_class(folder)
     if name and class_stem(name) not in known:
         raise InputError(
@@ -120,7 +105,7 @@ CASING = {
 
 
 def declared_types(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json and check types. null is treated as missing, except for strip_accents."""
+    """Read tokenizer_config.json and check types. A null counts as missing, except for strip_accents."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
     for name, kinds in _KINDS.items():
@@ -138,7 +123,7 @@ _KINDS = {
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
-    """Add the tokens that are missing in the tokenizer's file, such as markers of a task or a domain, with their flags.
+    """Add the tokens that only other files of the folder list, such as markers of a task or a domain, with their flags.
 
     Existing tokens get the flags in `added_tokens_decoder`, as in transformers.
     """
@@ -201,7 +186,7 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
         config, default = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
         if (name := _content(declared_settings(path.parent).get(f"{role}_token", default), config)) != default:
             raise InputError(
-                f"{config}: {role}_token is {_shown(name)}, but BERT's is {default}, and there is no tokenizer.json. "
+                f"{config}: {role}_token is {_shorten(name)}, but BERT's is {default}, and there is no tokenizer.json. "
                 "Write one with transformers (save_pretrained of a fast tokenizer)."
             )
     cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
@@ -210,7 +195,7 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
 
 
 def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
-    """Build RoBERTa's tokenizer (transformers, tokenization_roberta.py); `<mask>` includes the blank before it."""
+    """Build RoBERTa's tokenizer (transformers, tokenization_roberta.py); `<mask>` includes the space before it."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -242,7 +227,7 @@ _ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>"
 def _contents(tokens: Any, path: Path) -> set[str]:
     """Return the strings of a list of tokens in the file `path`."""
     if not isinstance(tokens, list):
-        raise InputError(f"{path}: {_shown(tokens)} is not a list of tokens. Download it again.")
+        raise InputError(f"{path}: {_shorten(tokens)} is not a list of tokens. Download it again.")
     return {_content(token, path) for token in tokens}
 
 
@@ -250,7 +235,7 @@ def _content(token: Any, path: Path) -> str:
     """Return the string of a token in the file `path`, which is a string or an object with the string as `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise InputError(f"{path}: {_shown(token)} is not a token. Download it again.")
+        raise InputError(f"{path}: {_shorten(token)} is not a token. Download it again.")
     return text
 
 
@@ -258,9 +243,9 @@ def _number(number: Any, token: Any, path: Path) -> int:
     """Return the id of a token in the file `path`."""
     if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
         return int(number)
-    raise InputError(f"{path}: the token {_shown(token)} has the id {_shown(number)}. Download it again.")
+    raise InputError(f"{path}: the token {_shorten(token)} has the id {_shorten(number)}. Download it again.")
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Format a wrong value for a message."""
     return shorten(repr(value), 60)

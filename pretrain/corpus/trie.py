@@ -5,8 +5,8 @@ from tokenizers import Tokenizer
 
 from pretrain.corpus.keytable import KeyTable
 
-MAX_LETTERS = 16  # in a word, and therefore in a token
-# Roots of the tokens that start a word, and of the tokens that continue one ("##ing").
+MAX_LETTERS = 16  # maximum letters of a word, and therefore of a token
+# Root nodes: for tokens that start a word, and for tokens that continue one ("##ing").
 _START, _CONTINUATION = 1, 2
 
 
@@ -30,7 +30,7 @@ class TokenTrie:
         self._tokens[nodes] = [vocabulary[token] for token in tokens]
 
     def tokenize(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the word number and the id of each token, by repeatedly taking the longest match in a word.
+        """Return the index of its word and the id of each token, by repeatedly taking the longest match in a word.
 
         letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the whole
         word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
@@ -38,7 +38,7 @@ class TokenTrie:
         lengths = np.count_nonzero(letters, axis=1)
         letters = np.pad(letters, ((0, 0), (0, 1)))  # a zero follows the last letter, and no edge has it
         words = np.arange(len(letters))
-        # Of each unfinished word: number, node, letters read, longest token so far, end of this token.
+        # For each unfinished word: its index, node, number of letters read, longest token so far, end of this token.
         states = np.stack([words, *np.tile([[_START], [0], [-1], [0]], len(words))])
         matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
         while states.size:

@@ -1,4 +1,4 @@
-"""WordPiece and byte-level BPE vocabularies: trained on word counts or loaded, and saved in `transformers`' format."""
+"""Train WordPiece and byte-level BPE vocabularies on word counts, load and save them in `transformers`' format."""
 
 import enum
 import hashlib
@@ -17,16 +17,16 @@ from pretrain.corpus.byte_level import is_byte_level, repeat_words, train_byte_l
 from pretrain.corpus.released import MAX_WORD_CHARACTERS, encodes_whole_documents, kind_of, released_from_json
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
-_MAX_COUNTED_WORDS = 3_000_000  # distinct words, about 0.5 GB; if there are more, the rarest are dropped
+_MAX_COUNTED_WORDS = 3_000_000  # maximum distinct words, about 0.5 GB; beyond that, the rarest are dropped
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that separate lines in a vocab.txt
+_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for bytes that would separate lines in a vocab.txt
 # The most frequent characters that cover this share of the text become entries; with their "##" forms, they may take up
 # half of all entries (Chinese has thousands).
 _COVERAGE = 0.9995
-# Rarer characters are added up to a total of 1,000, as in `tokenizers`' BertWordPieceTokenizer, and up to an eighth of
-# the entries. 58 characters cover 99.95 % of English, but 0.13 % of the words would be [UNK]; with 1,000, 0.01 %.
-_MAX_RARE = 1000
+# Rarer characters are added up to a total of 1,000 characters, as in `tokenizers`' BertWordPieceTokenizer, and up to an
+# eighth of the entries. 58 characters cover 99.95 % of English, but 0.13 % of words would be [UNK]; with 1,000, 0.01 %.
+_MAX_CHARACTERS = 1000
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -35,7 +35,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def entries_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the entries in the order of their ids, as in a vocab.txt: "[unused7]" if the id 7 has no entry."""
+    """Return the entries in the order of their ids, as in a vocab.txt. If no entry has the id 7, it is "[unused7]"."""
     entries = [f"[unused{number}]" for number in range(vocabulary_size(tokenizer))]
     for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
         entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
@@ -43,13 +43,13 @@ def entries_of(tokenizer: Tokenizer) -> list[str]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return the SHA-256 of the files of `save_tokenizer`, in hex, which covers vocabulary, casing and normalizer."""
+    """Return a SHA-256, in hex, of the files that `save_tokenizer` wrote: vocabulary, casing and normalizer."""
     digests = {name: sha256_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def tokens_digest(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 in hex that is equal for tokenizers that give all documents the same tokens."""
+    """Return a SHA-256, in hex, of what determines the tokens of documents."""
     if not encodes_whole_documents(tokenizer):
         normalizer: Any = tokenizer.normalizer
         tokenizer = bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
@@ -71,7 +71,7 @@ def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNorma
 
 
 def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") -> list[str]:
-    """Read the entries of a vocab.txt in the order of their ids. Raises `InputError` with `advice` if it cannot."""
+    """Read the entries of a vocab.txt in the order of their ids. If this fails, raises `InputError` with `advice`."""
     try:
         return split_entries(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +108,7 @@ def drop_rarest(counts: Counter[Any]) -> None:
 
 
 class Fold(enum.Flag):
-    """Differences that are ignored when documents are compared: case, accents."""
+    """Differences that are ignored when documents are compared."""
 
     NOTHING = 0
     CASE = 1
@@ -118,12 +118,13 @@ class Fold(enum.Flag):
 def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:
     """Return the differences that the tokenizer ignores. `tokenizer` is None if one is to be trained."""
     normalizer: Any = tokenizer.normalizer if tokenizer else None
-    uncased, strips = settings.lowercase, settings.strip_accents
-    strips = uncased if strips is None else strips
+    lowercases, strips_accents = settings.lowercase, settings.strip_accents
+    strips_accents = lowercases if strips_accents is None else strips_accents
     if normalizer:
-        folded = normalizer.normalize_str("\u00e9")
-        uncased, strips = "A" not in normalizer.normalize_str("A"), "e" in folded and "\u0301" not in folded
-    return (Fold.CASE if uncased else Fold.NOTHING) | (Fold.ACCENTS if strips else Fold.NOTHING)
+        normalized = normalizer.normalize_str("\u00e9")
+        lowercases = "A" not in normalizer.normalize_str("A")
+        strips_accents = "e" in normalized and "\u0301" not in normalized
+    return (Fold.CASE if lowercases else Fold.NOTHING) | (Fold.ACCENTS if strips_accents else Fold.NOTHING)
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
@@ -137,10 +138,10 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents
             f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has "
             f"{str(normalizer.lowercase).lower()}. Make them agree."
         )
-    strips = lowercase if normalizer.strip_accents is None else normalizer.strip_accents
-    if strip_accents not in (None, strips):
+    declared = lowercase if normalizer.strip_accents is None else normalizer.strip_accents
+    if strip_accents not in (None, declared):
         raise InputError(
-            f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(strips).lower()}. "
+            f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(declared).lower()}. "
             "Make them agree."
         )
     return tokenizer
@@ -197,23 +198,23 @@ def train_vocabulary(
 
 
 def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Count the words after BERT's normalizer and pre-tokenizer, sorted by word."""
-    cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
+    """Count the words that BERT's normalizer and pre-tokenizer give, sorted by word."""
+    pre_tokenizer, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():
         text = word.decode()
         # Nine in ten words are ASCII letters and digits (bytes.isalnum) in the right case, and do not change.
-        plain = word.isalnum() and not (lowercase and word != word.lower())
-        for normal, _ in [(text, None)] if plain else cut.pre_tokenize_str(normalizer.normalize_str(text)):
-            if len(normal) <= MAX_WORD_CHARACTERS:
-                words[normal] += count
+        is_final = word.isalnum() and not (lowercase and word != word.lower())
+        for final, _ in [(text, None)] if is_final else pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
+            if len(final) <= MAX_WORD_CHARACTERS:
+                words[final] += count
     return dict(sorted(words.items()))
 
 
 def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
-    """Return (characters for a vocabulary of `size` entries, characters inside words, which also get a "##" entry).
+    """Return (characters that become entries, the ones that occur inside words and also get a "##" entry).
 
-    The most frequent characters are selected, up to `_COVERAGE` and `_MAX_RARE`.
+    The most frequent characters are selected, up to `_COVERAGE` and `_MAX_CHARACTERS`.
     """
     counts: Counter[str] = Counter()
     for word, count in words.items():
@@ -221,10 +222,11 @@ def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
             counts[character] += count
     inner = {character for word in words for character in word[1:]}
     selected: set[str] = set()
-    covered, entries, required = 0, 0, _COVERAGE * counts.total()
+    covered, entry_count, required = 0, 0, _COVERAGE * counts.total()
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        entries += 1 + (character in inner)
-        if entries > size // (2 if covered < required else 8) or (covered >= required and len(selected) >= _MAX_RARE):
+        entry_count += 1 + (character in inner)
+        is_covered = covered >= required
+        if entry_count > size // (8 if is_covered else 2) or (is_covered and len(selected) >= _MAX_CHARACTERS):
             break
         selected.add(character)
         covered += count
@@ -237,7 +239,7 @@ def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
-    The vocab.txt of a byte-level BPE has its entries, with GPT-2's character for each byte. `declared` is the
+    In the vocab.txt of a byte-level BPE, each byte is represented by GPT-2's character for it. `declared` is the
     tokenizer_config.json of a released tokenizer; it is kept, except for the class if the kind is `released`.
     """
     tokens = entries_of(tokenizer)
@@ -247,14 +249,14 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
         file.write("\n".join([*tokens, ""]))
     ids = special_ids(tokenizer, declared)
     names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
-    settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
+    settings = {**_tokenizer_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
     if encodes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
         # Other classes of transformers only read the entries, and hard-code normalizer and pre-tokenizer.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the settings in tokenizer_config.json that depend on the kind of tokenizer."""
     normalizer: Any = tokenizer.normalizer
     if encodes_whole_documents(tokenizer):

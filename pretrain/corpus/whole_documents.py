@@ -3,7 +3,7 @@
 A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. There is
 one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a document are ordinary
 characters here (`split_special_tokens=True` in transformers, which does not work for entries of a Unigram). Added
-tokens that are not special, such as runs of blanks, are kept.
+tokens that are not special, such as runs of spaces, are kept.
 
 Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
 a document if there is no splitter for the tokenizer, or if the document contains an added token or characters that are
@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.pieces import DocumentPieces
-from pretrain.corpus.splitters import line_tokens, splitter_of
+from pretrain.corpus.splitters import line_tokens, splitter_for
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
 _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
-_Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and the token count of each sentence, uint32 [S]
+_EncodedDocument = tuple[np.ndarray, np.ndarray]  # tokens, and the number of tokens of each sentence, uint32 [S]
 
 
 def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
@@ -50,7 +50,7 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self._whole = without_special(tokenizer)
         self._table = table
-        self.splitter = splitter_of(self._whole, table)
+        self.splitter = splitter_for(self._whole, table)
         self._added = _minimal(_cut_preventing_tokens(json.loads(self._whole.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
@@ -62,9 +62,9 @@ class DocumentEncoder:
             table: result of `measure`.
             dtype: type of the tokens.
         """
-        fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
-        by_number = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
-        encoded = [by_number.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
+        fast = [index for index, text in enumerate(texts) if self.has_plain_pieces(text)]
+        by_index = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
+        encoded = [by_index.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
         table["items"] = [len(tokens) for tokens, _ in encoded]
@@ -79,22 +79,22 @@ class DocumentEncoder:
         return self.splitter.fits(text)
 
     def from_pieces(
-        self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
-    ) -> dict[int, _Sentences]:
-        """Return {number: tokens} of the documents that can be encoded piece by piece."""
-        if not numbers or self.splitter is None or self.splitter.known is None:
+        self, indices: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
+    ) -> dict[int, _EncodedDocument]:
+        """Return {index: encoded document} of the documents that can be encoded piece by piece."""
+        if not indices or self.splitter is None or self.splitter.piece_tokens is None:
             return {}
         cut = self.splitter.cut(texts, starts, self._table)
-        tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
+        tokens, offsets = self.splitter.piece_tokens.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         inner_bounds = cut.documents[1:-1]
         documents = zip(np.split(tokens, offsets[inner_bounds]), np.split(counts, inner_bounds), strict=True)
-        are_plain = _all_true(self.splitter.are_plain(cut.pieces), cut)
+        are_context_free = _all_true(self.splitter.are_context_free(cut.pieces), cut)
         # Pieces, and therefore sentences, may have no tokens.
-        encoded = zip(numbers, documents, are_plain, strict=True)
-        return {number: (ids, ends[ends > 0]) for number, (ids, ends), is_plain in encoded if is_plain}
+        encoded = zip(indices, documents, are_context_free, strict=True)
+        return {index: (ids, sizes[sizes > 0]) for index, (ids, sizes), is_context_free in encoded if is_context_free}
 
-    def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
+    def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
         encoding = self._whole.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
         first = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -103,18 +103,18 @@ class DocumentEncoder:
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
-def _all_true(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
-    """Return for each document whether `pieces`, bool [P], is true for all of its pieces."""
-    false = np.append(0, np.cumsum(~pieces))
-    return (np.diff(false[cut.sentences[cut.documents]]) == 0).tolist()
+def _all_true(mask: np.ndarray, cut: DocumentPieces) -> list[bool]:
+    """Return for each document whether `mask`, bool [P], is true for all of its pieces."""
+    false_before = np.append(0, np.cumsum(~mask))
+    return (np.diff(false_before[cut.sentences[cut.documents]]) == 0).tolist()
 
 
 def without_special(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy of the tokenizer that encodes special tokens in documents as ordinary characters.
 
     A Unigram or WordPiece matches an entry wherever its characters occur, such as in a document about `<mask>`. The
-    entries of special tokens are therefore renamed so that they never match, not even in pieces joined by a NUL; words
-    that are marked as special remain ordinary entries. BPE merges pairs, which never gives special tokens.
+    entries of special tokens are therefore renamed so that they never match, not even in pieces joined by a NUL;
+    special tokens that are plain words remain unchanged. BPE merges pairs, which never gives special tokens.
     """
     described = json.loads(tokenizer.to_str())
     described["post_processor"] = None
@@ -135,7 +135,7 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _cut_preventing_tokens(described: dict[str, Any]) -> list[str]:
-    """Return the added tokens that prevent cutting a document: all except special tokens and runs of line breaks."""
+    """Return the added tokens that prevent cutting a document: all but special tokens and runs of line breaks, tabs."""
     lines = set(line_tokens(described))
     contents = [token["content"] for token in described["added_tokens"] if not token["special"]]
     return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]

@@ -1,8 +1,8 @@
-"""The number of words in a document, also in scripts without blanks between words.
+"""The number of words in a document, also in scripts without spaces between words.
 
 In such scripts, words are estimated from letters, by their mean length: two ideographs, syllables or kana, or four
 letters of scripts such as Thai, Lao, Khmer, Burmese and Tibetan, are a word. The count of a document is the maximum of
-its words between blanks and this estimate.
+its words separated by white space and this estimate.
 """
 
 import functools
@@ -11,8 +11,8 @@ import numpy as np
 
 from pretrain.common import scripts
 
-_QUARTERS = 4  # weights are in quarters of a word
-_QUARTERS_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # of TIBETAN, IDEOGRAPH, KANA and COMPLEX
+_QUARTERS_PER_WORD = 4  # weights are in quarters of a word
+_QUARTERS_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # weight of a letter by its kind in `scripts`
 _LEAD = 0xE0  # the smallest first byte of a three-byte character in UTF-8
 
 
@@ -33,7 +33,7 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
     """Count the words of each document in `raw`, concatenated documents in UTF-8; int64 [D].
 
     Args:
-        starts: int [W], offsets of words between blanks, ascending.
+        starts: int [W], offsets of the words separated by white space, ascending.
         ends: int [D], offsets of the ends of documents, ascending.
     """
     words = np.diff(np.searchsorted(starts, ends), prepend=0)
@@ -46,7 +46,7 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
     text = np.frombuffer(raw, np.uint8)
     indices = (text[leads] - _LEAD).astype(np.int64) << 12 | (text[leads + 1] & 63).astype(np.int64) << 6
     quarters = np.append(0, np.cumsum(weights[indices | text[leads + 2] & 63], dtype=np.int64))
-    return np.maximum(words, np.diff(quarters[np.searchsorted(leads, ends)], prepend=0) // _QUARTERS)
+    return np.maximum(words, np.diff(quarters[np.searchsorted(leads, ends)], prepend=0) // _QUARTERS_PER_WORD)
 
 
 def count_words(text: str) -> int:

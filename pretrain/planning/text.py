@@ -21,7 +21,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.kinds import not_one_of
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.corpus.prepare import CountReadings
+from pretrain.corpus.prepare import ReadingCounter
 from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
@@ -162,7 +162,7 @@ def _card_readings(config: PretrainConfig) -> list[Reading]:
     return [r for r in readings if r.input_format == config.pairs.chosen_format and r.sequence_length in lengths]
 
 
-def reading_counter(config: PretrainConfig) -> CountReadings:
+def reading_counter(config: PretrainConfig) -> ReadingCounter:
     """Return a function that counts how often epochs and phases read text, for the card of a prepared corpus."""
 
     def count(shards: TokenShards) -> tuple[list[dict[str, Any]], list[str]]:

@@ -91,7 +91,7 @@ def test_terms_are_those_of_plain_code() -> None:
         for begin, end in zip(columns.term_starts, columns.term_ends, strict=True)
     ]
     for number, text in enumerate(texts):
-        assert found[columns.terms[number] : columns.terms[number + 1]] == _terms(text)
+        assert found[columns.document_starts[number] : columns.document_starts[number + 1]] == _terms(text)
     alone = [hashed for text in texts for hashed in _hashes(document_terms([text.upper()]))]
     assert _hashes(columns) == alone, "the hashes depend neither on the place nor on the case"
 

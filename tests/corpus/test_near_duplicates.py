@@ -191,7 +191,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
     hashes = measure([*texts, *similar], fold=Fold.CASE)["hash"]
-    one, other = near.Precedence((), 0.3, ()).below(hashes).reshape(2, 40)
+    one, other = near.Precedence((), 0.3, ()).in_fraction(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40
     assert found["validation_documents"] == (one | other).sum() > other.sum()

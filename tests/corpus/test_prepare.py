@@ -449,8 +449,8 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
             documents = _documents(folder, tables, 0.005)
             assert sum(int(chosen.sum()) for _, chosen, _ in documents.sample(1 << 60)) > 1900 * parts
             plan = documents.plan(100_000)
-            selected = sum(len(numbers) for shard in plan for _, numbers in shard.choice.documents(folder))
-            assert selected == sum(figures["documents"] for figures in documents.figures(2)) == 2000 * parts
+            selected = sum(len(numbers) for shard in plan for _, numbers in shard.document_range.documents(folder))
+            assert selected == sum(counts["documents"] for counts in documents.statistics(2)) == 2000 * parts
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -492,7 +492,7 @@ def test_shards_are_neighbors_in_a_random_order_of_one_source(tmp_path: Path) ->
     for shard in plan:
         own = [
             int(random_order(np.load(tmp_path / part)["hash"])[n])
-            for part, ns in shard.choice.documents(tmp_path)
+            for part, ns in shard.document_range.documents(tmp_path)
             for n in ns
         ]
         assert len(own) == shard.totals["documents"] == shard.totals["tokens"] / 20 <= 15

@@ -31,7 +31,7 @@ from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
 from pretrain.config import CorpusConfig, PretrainConfig
-from pretrain.corpus.finish import Prepared
+from pretrain.corpus.finish import PreparedCorpus
 from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_shared
 from pretrain.storage import folders
@@ -348,7 +348,7 @@ def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_
         raise StoppedError("stopped")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Prepared, "write", stopped)
+        patch.setattr(PreparedCorpus, "write", stopped)
         assert main(["prepare", config, "--set", "corpus.processes=2"]) != 0
     early = [name for name in objects.listing(address) if name.endswith(".npy")]
     assert len(early) >= 6

@@ -1,7 +1,7 @@
 """The filters of `prepare`: optional steps that drop documents, applied in the processes that read documents.
 
-Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found among all
-documents: here each kept document gets a sketch; `near_duplicates` compares all sketches later.
+Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found once all
+documents have been read, so each kept document gets a sketch (`near_duplicates`), and all sketches are compared later.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from pretrain.corpus.filters.near_duplicates import BANDS, ROWS, WORDS, Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.terms import document_terms
 
-_BATCH_CHARACTERS = 1 << 19  # filtered together; a larger batch does not fit in the CPU cache
+_BATCH_CHARACTERS = 1 << 19  # characters filtered together; a larger batch does not fit in the CPU cache
 
 
 def filter_settings(config: FiltersConfig) -> dict[str, Any]:
@@ -39,38 +39,38 @@ def filter_settings(config: FiltersConfig) -> dict[str, Any]:
 class Filters:
     """The filters of a config."""
 
-    def __init__(self, config: FiltersConfig, work: Path) -> None:
-        self._finds_near = config.near_duplicates.enabled
-        sets = config.contamination
-        self._contamination = Contamination(sets, work / TABLE) if sets.sets else None
+    def __init__(self, config: FiltersConfig, work_dir: Path) -> None:
+        self._finds_near_duplicates = config.near_duplicates.enabled
+        has_sets = bool(config.contamination.sets)
+        self._contamination = Contamination(config.contamination, work_dir / TABLE) if has_sets else None
 
     def keep(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
         """Return the documents to keep, and their sketches; the dropped ones are added to `report`."""
-        if not texts or not (self._contamination or self._finds_near):
+        if not texts or not (self._contamination or self._finds_near_duplicates):
             return texts, None
-        batches, kept_sketches = zip(*(self._kept(batch, report) for batch in _batches(texts)), strict=True)
-        all_sketches = Sketches.concatenate(kept_sketches) if self._finds_near else None
+        batches, kept_sketches = zip(*(self._filter(batch, report) for batch in _batches(texts)), strict=True)
+        all_sketches = Sketches.concatenate(kept_sketches) if self._finds_near_duplicates else None
         return [text for batch in batches for text in batch], all_sketches
 
-    def _kept(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
+    def _filter(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
         batch = document_terms(texts)
         is_kept = np.ones(len(texts), bool)
         if self._contamination:
             matches = self._contamination.find(batch)
             is_kept = matches.sets < 0
-            for number in np.flatnonzero(~is_kept).tolist():
-                name = self._contamination.names[matches.sets[number]]
-                report.add("contamination", name, texts[number], matches.words[number])
+            for index in np.flatnonzero(~is_kept).tolist():
+                name = self._contamination.names[matches.sets[index]]
+                report.add("contamination", name, texts[index], matches.words[index])
             report.seen.update(matches.seen.tolist())
-        kept_sketches = sketches(texts, batch).select(is_kept) if self._finds_near else None
-        return [texts[number] for number in np.flatnonzero(is_kept).tolist()], kept_sketches
+        kept_sketches = sketches(texts, batch).select(is_kept) if self._finds_near_duplicates else None
+        return [texts[index] for index in np.flatnonzero(is_kept).tolist()], kept_sketches
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:
     """Yield the documents in lists of about `_BATCH_CHARACTERS` characters."""
-    first, size = 0, 0
-    for last, text in enumerate(texts, 1):
+    start, size = 0, 0
+    for stop, text in enumerate(texts, 1):
         size += len(text)
-        if size >= _BATCH_CHARACTERS or last == len(texts):
-            yield texts[first:last]
-            first, size = last, 0
+        if size >= _BATCH_CHARACTERS or stop == len(texts):
+            yield texts[start:stop]
+            start, size = stop, 0

@@ -10,15 +10,15 @@ from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
-_SLOTS_PER_GRAM = 16  # in the table `_is_prefix`, which rejects most lookups
-_MAX_BITS = 26
+_SLOTS_PER_GRAM = 16  # size of the table `_is_prefix`, a one-hash Bloom filter that rejects most lookups
+_MAX_BITS = 26  # log2 of its maximum size
 
 
 class Matches(NamedTuple):
-    """Text of evaluation sets in D documents.
+    """Occurrences of evaluation sets' text in D documents.
 
-    sets int64 [D]: the first set whose text a document contains, -1 for none; words [D]: the first shared words; seen
-    int64: numbers of the examples found, counted over all sets.
+    sets int64 [D], index of the first set whose text a document contains, -1 for none; words [D], the first words that
+    are also in this set; seen int64, indices of the found examples over all sets.
     """
 
     sets: np.ndarray
@@ -29,28 +29,29 @@ class Matches(NamedTuple):
 class Contamination:
     """Finds n-grams of evaluation sets in documents; their table is loaded when it is first needed."""
 
-    def __init__(self, config: ContaminationConfig, table: Path) -> None:
+    def __init__(self, config: ContaminationConfig, path: Path) -> None:
         self.names = set_names(config)
-        self._path = table
+        self._path = path
         self._table: _Table | None = None
 
     def find(self, batch: DocumentTerms) -> Matches:
         """Return the matches in the documents of `batch`."""
         if self._table is None:
             self._table = _Table(self._path)
-        count = len(batch.terms) - 1
-        first_sets, ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
+        count = len(batch.document_starts) - 1
+        first_sets, term_ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
         for starts, ends, examples in self._table.find(batch):
-            sets = np.searchsorted(self._table.first, examples, "right") - 1
-            documents = np.searchsorted(batch.terms, starts, "right") - 1
+            sets = np.searchsorted(self._table.first_examples, examples, "right") - 1
+            documents = np.searchsorted(batch.document_starts, starts, "right") - 1
             seen.append(examples)
             # The last assignment to an index wins, so the first sets, and the first terms, must come last.
             order = np.lexsort((starts, sets))[::-1]
             order = order[(first_sets[documents[order]] < 0) | (sets[order] < first_sets[documents[order]])]
             first_sets[documents[order]] = sets[order]
-            ranges[documents[order]] = np.stack([starts[order], ends[order] - 1], 1)
-        words = [_words(batch, *terms) if index >= 0 else "" for index, terms in zip(first_sets, ranges, strict=True)]
+            term_ranges[documents[order]] = np.stack([starts[order], ends[order] - 1], 1)
+        found = zip(first_sets, term_ranges, strict=True)
+        words = [_words(batch, *terms) if index >= 0 else "" for index, terms in found]
         return Matches(first_sets, words, np.unique(np.concatenate(seen)))
 
 
@@ -60,7 +61,7 @@ class _Table:
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as arrays:
             self.hashes, self._examples = arrays["hashes"], arrays["texts"]
-            self.lengths, self.first = arrays["lengths"].tolist(), arrays["first"]
+            self.lengths, self.first_examples = arrays["lengths"].tolist(), arrays["first"]
             self._prefixes = arrays["beginnings"]
         bits = min(_MAX_BITS, max(16, (_SLOTS_PER_GRAM * len(self._prefixes)).bit_length()))
         self._shift = np.uint64(64 - bits)
@@ -68,11 +69,11 @@ class _Table:
         self._is_prefix[(self._prefixes >> self._shift).astype(np.int64)] = True
 
     def find(self, batch: DocumentTerms) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the n-grams that are in a set, for each n-gram length: (first terms, end terms, sets' examples)."""
+        """Yield the n-grams that are in a set, by length: (first term, end term, example index) of each, as arrays."""
         grams = batch.grams(PREFIX)
         starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
         starts = starts[_look_up(self._prefixes, grams[starts])[1]]
-        limits = batch.terms[np.searchsorted(batch.terms, starts, "right")]
+        limits = batch.document_starts[np.searchsorted(batch.document_starts, starts, "right")]
         for length in self.lengths:
             ends = batch.sequence_ends(starts, length)
             valid_starts, ends = starts[ends <= limits], ends[ends <= limits]
@@ -89,5 +90,5 @@ def _look_up(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _words(batch: DocumentTerms, first: int, last: int) -> str:
-    """Return the characters from the term `first` to the term `last`."""
+    """Return the text from the term `first` to the term `last`."""
     return batch.units[batch.term_starts[first] : batch.term_ends[last]].tobytes().decode("utf-16-le", "replace")

@@ -1,9 +1,9 @@
 """The examples of evaluation sets, from files of labeled data, and the table of their n-grams.
 
-    .txt                 an example per line
-    .csv, .tsv           with a header; an example per cell, of all columns or the configured ones
-    .jsonl, .json        every string is an example, at any depth, or only below the configured keys
-    .conll, .bio, .iob   an example per sentence: the first column; empty lines separate sentences
+    .txt                 each line is an example
+    .csv, .tsv           each cell is an example: of all columns, or of the configured ones; the first row is a header
+    .jsonl, .json        each string at any depth is an example; if keys are configured, only strings below them
+    .conll, .bio, .iob   each sentence is an example: the words in its first column; blank lines separate sentences
 
 Files may be compressed (.gz, .bz2, .xz).
 """
@@ -20,15 +20,15 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
-from pretrain.corpus.filters.terms import WORD, document_terms
+from pretrain.corpus.filters.terms import QUARTERS_PER_WORD, document_terms
 from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
 from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
-NGRAM = 13  # words, as in GPT-3
-MIN_TERMS = 8  # of an example with fewer than NGRAM words; shorter examples are not searched for
-PREFIX = 6  # words; also the minimum length of examples in scripts where a term is less than a word
-_BATCH_EXAMPLES = 4096
+NGRAM = 13  # words per n-gram, as in GPT-3
+MIN_TERMS = 8  # minimum length of an example that is searched for as a whole, since it has fewer than NGRAM words
+PREFIX = 6  # words by which n-grams are looked up first; also the minimum words of an example that is searched for
+_BATCH_EXAMPLES = 4096  # examples converted to terms together
 
 
 def evaluation_files(config: ContaminationConfig) -> list[list[Path]]:
@@ -42,58 +42,52 @@ def set_names(config: ContaminationConfig) -> list[str]:
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; return {texts, too_short} of each set: all examples, ignored examples.
+    """Write the n-grams of all sets to `path`; return the number of examples, and of ignored ones, in each set.
 
-    hashes uint64 [G]: of the n-grams, ascending; texts int64 [G]: the first example that has each n-gram; beginnings
-    uint64: hashes of the first `PREFIX` words of n-grams; lengths int64: the distinct lengths of n-grams, in quarters
-    of words; first int64 [sets + 1]: the first example of each set.
+    The arrays in the file are: hashes uint64 [G], hashes of the n-grams, ascending; texts int64 [G], index of the first
+    example with each n-gram; beginnings uint64, hashes of the first `PREFIX` words of n-grams; lengths int64, distinct
+    lengths of n-grams in quarters of words; first int64 [sets + 1], index of each set's first example.
     """
-    none = np.zeros(0, np.uint64)
-    grams, first, sizes = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
+    empty = np.zeros(0, np.uint64)
+    grams, first, sizes = [_Grams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
     for eval_set, files in zip(config.sets, evaluation_files(config), strict=True):
-        count, short = first[-1], 0
+        count, too_short = first[-1], 0
         for batch in _batched(_examples(files, eval_set)):
             grams.append(_grams(batch, count))
             count += len(batch)
-            short += len(batch) - len(np.unique(grams[-1].examples))
+            too_short += len(batch) - len(np.unique(grams[-1].examples))
         if count == first[-1]:
             raise InputError(f"{eval_set.path}: no text in this evaluation set. Check the file and its columns.")
-        sizes.append({"texts": count - first[-1], "too_short": short})
+        sizes.append({"texts": count - first[-1], "too_short": too_short})
         first.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, first_index = np.unique(hashes, return_index=True)
+    arrays = {"lengths": np.unique(lengths), "first": np.array(first), "hashes": distinct}
     with atomic_open(path) as file:
-        np.savez(
-            file,
-            lengths=np.unique(lengths),
-            first=np.array(first),
-            hashes=distinct,
-            texts=examples[first_index],
-            beginnings=np.unique(prefixes),
-        )
+        np.savez(file, **arrays, texts=examples[first_index], beginnings=np.unique(prefixes))
     return sizes
 
 
 class _Grams(NamedTuple):
     hashes: np.ndarray
-    prefixes: np.ndarray
-    examples: np.ndarray
-    lengths: np.ndarray
+    prefixes: np.ndarray  # hashes of their first PREFIX words
+    examples: np.ndarray  # indices of the examples that contain them
+    lengths: np.ndarray  # in quarters of words
 
 
 def _grams(examples: Sequence[str], first: int) -> _Grams:
-    """Return the n-grams of examples numbered from `first` on. A shorter example is one n-gram."""
+    """Return the n-grams of examples whose indices start at `first`. A shorter example is one n-gram."""
     batch = document_terms(examples)
-    starts, counts = batch.gram_documents(NGRAM)
+    starts, counts = batch.document_grams(NGRAM)
     gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = batch.document_quarters()
-    is_long = (np.diff(batch.terms) >= MIN_TERMS) & (quarters >= PREFIX * WORD)
-    short = np.flatnonzero((counts == 0) & is_long)
-    lengths = np.append(np.full(len(gram_starts), NGRAM * WORD), quarters[short])
-    gram_starts = np.append(gram_starts, batch.terms[short])
+    is_long_enough = (np.diff(batch.document_starts) >= MIN_TERMS) & (quarters >= PREFIX * QUARTERS_PER_WORD)
+    short = np.flatnonzero((counts == 0) & is_long_enough)
+    lengths = np.append(np.full(len(gram_starts), NGRAM * QUARTERS_PER_WORD), quarters[short])
+    gram_starts = np.append(gram_starts, batch.document_starts[short])
     return _Grams(
         batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, lengths)),
-        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, PREFIX * WORD)),
+        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, PREFIX * QUARTERS_PER_WORD)),
         first + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )

@@ -1,13 +1,14 @@
 """Near-duplicates by MinHash (Broder 1997) and locality-sensitive hashing in bands (Leskovec et al., chapter 3).
 
-While documents are read, each gets a sketch: one hash per band, equal for documents whose minima in that band are
-equal, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are stored in a file. Then each
-call of `find_pairs` compares the documents of one band, or of a share of its hashes, and writes the similar pairs.
+Each document that is read gets a sketch: a key per band, which is a hash of the minima in that band, and the lowest 8
+bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file beside it. Then
+each call of `find_pairs` compares documents with equal keys in one band, or in a share of its keys, and writes the
+similar pairs.
 
-A document is dropped if an earlier document is similar, even if that one is also dropped. The order is: documents that
-a growing corpus already has, held-out documents, then all others in the order of the corpus. Among the earlier
-documents with the same hash in a band, a document is compared with the first and the last, and with up to `_ANCHORS`
-that are not for training.
+A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: documents that
+are already in a corpus to which sources are added, held-out documents, then all others in the order of the corpus.
+Among the earlier documents with the same key, a document is compared with the first and the last, and with up to
+`_ANCHORS` known or held-out documents.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ from pretrain.corpus.filters.report import MAX_EXAMPLES, excerpt
 from pretrain.corpus.filters.terms import DocumentTerms, mix_bits
 
 SUFFIX = ".sketches"
-WORDS = 3  # of an n-gram
+WORDS = 3  # words per n-gram
 # A pair of documents with similarity s shares a band with probability 1 - (1 - s^ROWS)^BANDS: 0.87 at 0.5.
-BANDS, ROWS = 32, 4  # ROWS: minima in a band
+BANDS, ROWS = 32, 4  # number of bands, and of minima per band
 _SEED = 42
-MAX_DOCUMENTS = 1 << 23  # per call of `find_pairs`: about 0.4 GB of memory
-_ANCHORS = 8
-_BATCH_PAIRS = 4096  # compared together; the minima of a larger batch do not fit in the CPU cache
+MAX_DOCUMENTS = 1 << 23  # maximum documents per call of `find_pairs`, which bounds its memory to about 0.4 GB
+_ANCHORS = 8  # maximum documents with the same key that all later ones are compared with
+_BATCH_PAIRS = 4096  # pairs compared together; the minima of a larger batch do not fit in the CPU cache
 _EXCERPT_BYTES = 96
-_SPARSE = 1000  # known hashes per lookup, above which only the needed pages of their file are read
+_SPARSE = 1000  # minimum known hashes per lookup to read only the needed pages of their file, not the whole range
 _COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
-_KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)  # ranks: the similar document with the lowest rank is kept
+# Ranks; of similar documents, the one with the lowest rank is kept. _KNOWN: already in the corpus; _HELD_OUT: in a
+# source that is entirely held out; _VALIDATION: in the held-out fraction of another source.
+_KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)
 _RANKS = [("rank", "u1"), ("earlier_rank", "u1")]
 PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2), *_RANKS])
 
@@ -51,8 +54,8 @@ class Precedence:
     """Documents that take precedence over training documents.
 
     Attributes:
-        held_out: numbers of the sources that are entirely held out.
-        fraction: fraction of the other sources' documents that is held out, by hash.
+        held_out: indices of the sources that are entirely held out.
+        fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
         trained: files with the hashes of known training documents.
     """
 
@@ -60,21 +63,21 @@ class Precedence:
     fraction: float
     trained: tuple[Path, ...]
 
-    def below(self, hashes: np.ndarray) -> np.ndarray:
+    def in_fraction(self, hashes: np.ndarray) -> np.ndarray:
         """Return which documents with these hashes, uint64 [D, 2], are in the held-out fraction, bool [D]."""
         return hashes[:, 0] < np.uint64(self.fraction * 2**64)
 
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, bands]; minima uint8 [D, bands * rows]; excerpts S96 [D]."""
+    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS]; excerpts S96 [D]."""
 
     keys: np.ndarray
     minima: np.ndarray
     excerpts: np.ndarray
 
     def select(self, keep: np.ndarray) -> Sketches:
-        """Return the sketches that bool or integer `keep` selects."""
+        """Return the sketches selected by `keep`, a bool mask or integer indices."""
         return Sketches(self.keys[keep], self.minima[keep], self.excerpts[keep])
 
     @classmethod
@@ -90,7 +93,7 @@ class Sketches:
 
 
 def sketches(texts: Sequence[str], batch: DocumentTerms) -> Sketches:
-    """Sketch each document: the MinHash of its set of n-grams of `WORDS` words."""
+    """Return the sketch of each document: the MinHash of its set of n-grams of `WORDS` words."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     grams, counts = _gram_sets(texts, batch, WORDS)
@@ -111,14 +114,14 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
     fewer than n words has one hash: of all its words or, if it has no words (such as only emoji), of its characters.
     """
     grams = batch.grams(n)
-    first, counts = batch.gram_documents(n)
+    first, counts = batch.document_grams(n)
     if counts.all():
         indices = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[indices], counts
-    whole = batch.sequence_hashes(batch.terms[:-1], batch.terms[1:])
-    for number in map(int, np.flatnonzero(np.diff(batch.terms) == 0)):
-        digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
-        whole[number] = int.from_bytes(digest, "little")
+    whole = batch.sequence_hashes(batch.document_starts[:-1], batch.document_starts[1:])
+    for index in map(int, np.flatnonzero(np.diff(batch.document_starts) == 0)):
+        digest = hashlib.blake2b(texts[index].encode(), digest_size=8).digest()
+        whole[index] = int.from_bytes(digest, "little")
     hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(first, counts, strict=True))]
     return np.concatenate(hashes), np.maximum(1, counts)
 
@@ -126,9 +129,9 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
-        for number in range(4):
-            arrays = [_map_array(path, number) for path in parts]
-            axis = 1 if number == 1 else 0  # axis of the documents
+        for index in range(4):
+            arrays = [_map_array(path, index) for path in parts]
+            axis = 1 if index == 1 else 0  # axis of the documents
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
             described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
@@ -142,59 +145,63 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 
 
 class SketchFiles:
-    """The sketches of all parts in the folder `work`, in the order of the corpus, read from their files as needed.
+    """The sketches of all documents, in the order of the corpus, read from files in `work_dir` as needed.
 
-    Files named after a source alone belong to a growing corpus. Their `known` documents come first.
+    Files named after a source alone are from the corpus to which sources are added. Their documents come first and are
+    called known; `known` is their number.
     """
 
-    def __init__(self, work: Path) -> None:
-        named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work.glob("*" + SUFFIX))
+    def __init__(self, work_dir: Path) -> None:
+        named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
-        self.first = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
-        self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)
+        # Index of each file's first document, and the number of all documents.
+        self.file_starts = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
+        self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
-        self.known = int(self.first[self._known_files])
+        self.known = int(self.file_starts[self._known_files])
 
-    def band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of one band that equal `share` modulo `shares`, and the documents that have them.
+    def keys_of_band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of one band that equal `share` modulo `shares`, and the index of each key's document.
 
         Known documents are only included if a new document has the same key.
         """
         by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
-        new = np.zeros(0, np.uint64)
-        for number in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
-            if number == 0:
-                new = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
-            keys = np.asarray(_map_array(self._paths[number], 1)[band])
+        new_keys = np.zeros(0, np.uint64)
+        for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
+            if file == 0:
+                new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
+            keys = np.asarray(_map_array(self._paths[file], 1)[band])
             chosen = np.flatnonzero(keys % np.uint64(shares) == share)
-            if number < self._known_files:
-                chosen = chosen[np.isin(keys[chosen], new)]
-            by_file[number] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.first[number])
-        keys, documents = zip(*(by_file[number] for number in sorted(by_file)), strict=True)
+            if file < self._known_files:
+                chosen = chosen[np.isin(keys[chosen], new_keys)]
+            by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
+        keys, documents = zip(*(by_file[file] for file in sorted(by_file)), strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
     def sources(self, documents: np.ndarray) -> np.ndarray:
-        """Return the source number of each document, int64 [D]."""
-        return self._sources[np.searchsorted(self.first, documents, "right") - 1]
+        """Return the index of each document's source, int64 [D]."""
+        return self._sources[np.searchsorted(self.file_starts, documents, "right") - 1]
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
         """Return the ranks of documents with these hashes, uint8 [D]."""
         held_out = np.isin(self.sources(documents), precedence.held_out)
-        conditions = [documents < np.uint64(self.known), held_out, precedence.below(hashes)]
+        conditions = [documents < np.uint64(self.known), held_out, precedence.in_fraction(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
-    def rows(self, number: int, documents: np.ndarray) -> np.ndarray:
-        """Return the rows of the array `number` (0 hashes, 2 minima, 3 excerpts) for ascending document numbers."""
+    def rows(self, array: int, documents: np.ndarray) -> np.ndarray:
+        """Return the rows of `array` (0 hashes, 2 minima, 3 excerpts) for ascending document indices."""
         documents = documents.astype(np.int64)
-        part = np.searchsorted(self.first, documents, "right") - 1
-        chosen = [_map_array(self._paths[i], number)[documents[part == i] - self.first[i]] for i in np.unique(part)]
-        return np.concatenate(chosen or [_map_array(self._paths[0], number)[:0]])
+        file = np.searchsorted(self.file_starts, documents, "right") - 1
+        chosen = [
+            _map_array(self._paths[i], array)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
+        ]
+        return np.concatenate(chosen or [_map_array(self._paths[0], array)[:0]])
 
 
-def _map_array(path: Path, number: int) -> np.ndarray:
-    """Memory-map array `number` of a sketch file: 0 hashes, 1 keys, 2 minima, 3 excerpts."""
+def _map_array(path: Path, index: int) -> np.ndarray:
+    """Memory-map an array of a sketch file, by its index: 0 hashes, 1 keys, 2 minima, 3 excerpts."""
     with path.open("rb") as file:
-        for _ in range(number + 1):
+        for _ in range(index + 1):
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             offset = file.tell()
@@ -203,15 +210,15 @@ def _map_array(path: Path, number: int) -> np.ndarray:
 
 
 def find_pairs(
-    work: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
+    work_dir: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
 ) -> None:
-    """Find the documents of one band that are similar to an earlier document; write them to `out`: PAIR, ascending.
+    """Find documents that are similar to an earlier one with the same key in `band`; write the pairs to `out`.
 
-    Only keys that equal `share` modulo `shares` are compared. One pair per document is written; for a document of a
-    held-out source, also all its pairs with known documents.
+    Only keys that equal `share` modulo `shares` are compared. `out` has PAIR elements, ascending: one per document and,
+    for a document of a held-out source, also all its pairs with known documents.
     """
-    files = SketchFiles(work)
-    later, earlier, *ranks = _candidates(files, *files.band(band, share, shares), precedence)
+    files = SketchFiles(work_dir)
+    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, shares), precedence)
     involved, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
     equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
@@ -244,7 +251,7 @@ def _is_first(pairs: np.ndarray) -> np.ndarray:
 
 
 def _is_with_known(pairs: np.ndarray) -> np.ndarray:
-    """Return whether each pair is of a document of a held-out source and a known document, bool [N]."""
+    """Return whether each pair consists of a document of a held-out source and a known document, bool [N]."""
     return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
@@ -256,12 +263,12 @@ def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
 def _candidates(
     files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
 ) -> tuple[np.ndarray, ...]:
-    """Return pairs of documents with the same key: (new ones, earlier ones, ranks of both), without exact copies."""
+    """Return pairs of documents with the same key, without exact copies: (new, earlier, ranks of new, of earlier)."""
     order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
-    same = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
-    shared = same | np.append(same[1:], False)
-    keys, documents = keys[shared], documents[shared]
+    equals_previous = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
+    has_partner = equals_previous | np.append(equals_previous[1:], False)
+    keys, documents = keys[has_partner], documents[has_partner]
     ascending, row = np.unique(documents, return_inverse=True)
     hashes = files.rows(0, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
@@ -288,7 +295,7 @@ def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Return which documents are exact copies of an earlier one, bool [N]; copies have equal keys, and are dropped."""
+    """Return which documents are exact copies of an earlier one with the same key, bool [N]."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0], keys))
     copies = np.zeros(len(keys), bool)
     current, previous = order[1:], order[:-1]
@@ -296,16 +303,16 @@ def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     return copies
 
 
-def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
+def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path, precedence: Precedence) -> None:
     """Merge the files of all calls of `find_pairs` into `out`; sketches have `size` minima.
 
-    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. Before it, two files next to it are
-    written: the hashes of dropped training documents that are similar to a held-out document, and a report.
+    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending, and is written last. Two files beside it
+    have the hashes of dropped training documents that are similar to a held-out document, and a report.
     """
-    files = SketchFiles(work)
+    files = SketchFiles(work_dir)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
-    shares = max(1, -(-int(files.first[-1]) // MAX_DOCUMENTS))
-    chosen = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost_path(out), out)}
+    shares = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
+    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost_path(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()
     for share in range(shares):
@@ -314,17 +321,18 @@ def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, pr
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for buckets, dropped in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
+        for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
             buckets.add(hashes, bucket_of(hashes["first"], shares))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
-    for path, buckets in chosen.items():
+    for path, buckets in hashes_to_write.items():
         with atomic_open(path) as file:
             for hashes in buckets.drain():
                 np.sort(hashes, order=["first", "second"]).tofile(file)
 
 
 def _lost_path(out: Path) -> Path:
+    """Return the file with the hashes of training documents that are lost because held-out documents are similar."""
     return out.with_suffix(".lost")
 
 
@@ -336,13 +344,13 @@ def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Prece
     is_trained = np.zeros(len(earlier), bool)
     for path in precedence.trained:
         is_trained[order] |= are_among(load_hashes(path), hashes[order])
-    is_trained &= ~precedence.below(hashes)
+    is_trained &= ~precedence.in_fraction(hashes)
     documents = np.unique(pairs["document"][is_trained[row]])
     return Counter(map(str, files.sources(documents).tolist()))
 
 
 def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
-    """Return the pairs of a range of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+    """Return the pairs in range `share` of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
         bisect.bisect_left(pairs, number * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
         for number in (share, share + 1)
@@ -351,8 +359,8 @@ def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
 
 
 def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
-    numbers = np.array([pair["document"]]), np.array([pair["earlier"]])
-    text, earlier_text = (files.rows(3, number)[0].decode(errors="ignore") for number in numbers)
+    indices = np.array([pair["document"]]), np.array([pair["earlier"]])
+    text, earlier_text = (files.rows(3, index)[0].decode(errors="ignore") for index in indices)
     similarity = float(_similarity(pair["equal"], size))
     return {"text": text, "found": f"similarity {similarity:.2f} to: {earlier_text}"}
 
@@ -362,10 +370,10 @@ class NearDuplicates:
     """The near-duplicates to drop.
 
     Attributes:
-        hashes: uint64 [N, 2], ascending.
-        lost: hashes of the training documents that are similar to held-out documents.
+        hashes: hashes of all of them, uint64 [N, 2], ascending.
+        lost: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
-        trained: held-out source -> number of its documents that are similar to known training documents.
+        trained: index of a held-out source -> number of its documents that are similar to known training documents.
     """
 
     hashes: np.ndarray
@@ -387,7 +395,7 @@ def load_hashes(path: Path) -> np.ndarray:
 
 
 def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Return which of `hashes` are `known`, bool [D]; both are uint64 [N, 2], ascending in the first column."""
+    """Return which of `hashes` are in `known`, bool [D]; both are uint64 [N, 2], ascending in the first column."""
     if not len(hashes):
         return np.zeros(0, bool)
     start = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])

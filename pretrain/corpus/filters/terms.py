@@ -1,9 +1,9 @@
 """Documents as flat arrays of characters and terms, so that numpy can process n-grams of many documents together.
 
-A character is a UTF-16 unit of a document's comparable form (`scripts.comparable`). Terms, the units of n-grams, are
-runs of letters and digits in lower case. In scripts without blanks between words, each letter with its marks is a term,
-and only a fraction of a word. An n-gram is the shortest sequence of terms with at least n words, so it does not depend
-on its position. The hashes of terms are the same in all processes.
+A character is a UTF-16 unit of a document's normalized text (`scripts.comparable`). Terms, the units of n-grams, are
+lowercased runs of letters and digits. In scripts without spaces between words, each letter with its marks is a term,
+which counts as a fraction of a word. An n-gram is the shortest sequence of terms, from a given one on, that has at
+least n words. The hashes of terms are the same in all processes.
 """
 
 import functools
@@ -15,14 +15,15 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.common.scripts import LETTER, MARK, OTHER
 
-WORD = 4  # lengths are in quarters of a word
-# Length of a term by its kind; of Tibetan and COMPLEX, of each character.
-_QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
-_UNITS = 1 << 16
-_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high surrogate represents a row of characters
-_MAX_GAP = 64  # characters between two changed characters that are converted together
-_CHANGES = 1 << 7  # flag of a kind: the character may differ in the comparable form
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
+QUARTERS_PER_WORD = 4  # terms are measured in quarters of a word
+# Length of a term, in quarters, by its kind in `scripts`; for TIBETAN and COMPLEX, the length of each character.
+_QUARTERS_OF_KINDS = np.array([0, 0, QUARTERS_PER_WORD, 1, 3, 2, 1])
+_UNITS = 1 << 16  # number of UTF-16 units
+_HIGH, _LOW = 0xD800, 0xDC00  # the first high and the first low surrogate
+_SURROGATES = 1024  # number of high surrogates, of low surrogates, and of characters with the same high surrogate
+_MAX_GAP = 64  # maximum distance of two changed characters to normalize them together
+_CHANGES = 1 << 7  # flag of a kind: normalization may change the character
+_FACTOR = 0x9E3779B97F4A7C15  # base of the rolling hash; odd, so that its powers have inverses modulo 2^64
 
 
 def mix_bits(values: np.ndarray) -> np.ndarray:
@@ -39,32 +40,33 @@ def mix_bits(values: np.ndarray) -> np.ndarray:
 class DocumentTerms:
     """D documents with C characters and T terms.
 
-    units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
-    term of each document; term_sums uint64 [T+1]: running sums from which `grams` computes hashes; quarters int64
-    [T+1]: quarters of words before each term, None if each term is a word.
+    units uint16 [C], the characters, with a NUL after each document; term_starts, term_ends int64 [T], indices in
+    `units`; document_starts int64 [D+1], index of each document's first term; term_sums uint64 [T+1], running sums from
+    which `sequence_hashes` computes hashes; quarters int64 [T+1], quarters of words before each term, None if every
+    term is a word.
     """
 
     units: np.ndarray
     term_starts: np.ndarray
     term_ends: np.ndarray
-    terms: np.ndarray
+    document_starts: np.ndarray
     term_sums: np.ndarray
     quarters: np.ndarray | None
 
     def sequence_hashes(self, starts: np.ndarray | slice, ends: np.ndarray | slice) -> np.ndarray:
-        """Return a hash of the terms [starts[i], ends[i]), uint64, which does not depend on their position."""
+        """Return a hash of each sequence of terms [starts[i], ends[i]), uint64, independent of its position."""
         _, inverses = _powers(len(self.term_sums))
         return mix_bits((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
-        """Return the ends of the shortest sequences with at least `quarters`, int64; above T if there is none."""
+        """Return the end of the shortest sequence from each start with at least `quarters`, int64; above T if none."""
         if self.quarters is None:
-            return starts + -(-quarters // WORD)
+            return starts + -(-quarters // QUARTERS_PER_WORD)
         return self._term_index(self.quarters[starts] + quarters)
 
     @functools.cached_property
     def _terms_by_quarters(self) -> np.ndarray:
-        """The number of terms needed for each number of quarters from 0 on, int64; above T if there are too few."""
+        """The number of terms that have at least 0, 1, ... quarters together, int64; above T if all have fewer."""
         assert self.quarters is not None
         counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
         return np.repeat(np.arange(len(counts)), counts)
@@ -73,49 +75,50 @@ class DocumentTerms:
         return self._terms_by_quarters[np.clip(quarters, 0, len(self._terms_by_quarters) - 1)]
 
     def grams(self, n: int) -> np.ndarray:
-        """Return the hashes of the n words from each term on, uint64 [G], also across documents."""
+        """Return the hash of the n-gram that starts at each term, uint64 [G]; n-grams may cross documents."""
         if self.quarters is None:
             count = max(0, len(self.term_starts) - n + 1)
             return self.sequence_hashes(slice(count), slice(n, n + count))
-        starts = np.arange(int(self._term_index(self.quarters[-1] - n * WORD + 1)))
-        return self.sequence_hashes(starts, self.sequence_ends(starts, n * WORD))
+        starts = np.arange(int(self._term_index(self.quarters[-1] - n * QUARTERS_PER_WORD + 1)))
+        return self.sequence_hashes(starts, self.sequence_ends(starts, n * QUARTERS_PER_WORD))
 
-    def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each document's first n-gram in `grams(n)`, and its number of n-grams, int64 [D] each."""
-        first, ends = self.terms[:-1], self.terms[1:]
+    def document_grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the index in `grams(n)` of each document's first n-gram, and its number of n-grams; int64 [D]."""
+        first, ends = self.document_starts[:-1], self.document_starts[1:]
         if self.quarters is None:
             return first, np.maximum(0, ends - first - n + 1)
-        return first, np.maximum(0, self._term_index(self.quarters[ends] - n * WORD + 1) - first)
+        return first, np.maximum(0, self._term_index(self.quarters[ends] - n * QUARTERS_PER_WORD + 1) - first)
 
     def document_quarters(self) -> np.ndarray:
         """Return the length of each document in quarters of words, int64 [D]."""
-        return np.diff(self.terms * WORD if self.quarters is None else self.quarters[self.terms])
+        starts = self.document_starts
+        return np.diff(starts * QUARTERS_PER_WORD if self.quarters is None else self.quarters[starts])
 
 
 def document_terms(texts: Sequence[str]) -> DocumentTerms:
-    """Convert one or more documents without NUL or lone surrogates."""
+    """Convert one or more documents, which contain neither NUL nor lone surrogates."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
-        units, kinds = _comparable(units, kinds)
+        units, kinds = _normalize(units, kinds)
     starts, ends, quarters = _terms(kinds)
     return DocumentTerms(
         units=units,
         term_starts=starts,
         term_ends=ends,
-        terms=np.concatenate([[0], np.searchsorted(starts, np.flatnonzero(units == 0))]),
+        document_starts=np.concatenate([[0], np.searchsorted(starts, np.flatnonzero(units == 0))]),
         term_sums=_term_sums(units, starts, ends),
         quarters=quarters,
     )
 
 
-def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `units` in comparable form, and their kinds; only the surroundings of changed characters are converted."""
+def _normalize(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the normalized units and their kinds; only text around characters that may change is processed."""
     changed = np.flatnonzero(kinds >= _CHANGES)
     is_distant = np.diff(changed) > _MAX_GAP
     starts, ends = np.maximum(changed[np.append(True, is_distant)] - 1, 0), changed[np.append(is_distant, True)] + 1
-    starts -= units[starts] // _ROW == _LOW // _ROW  # do not split surrogate pairs
-    ends += units[ends] // _ROW == _LOW // _ROW
+    starts -= units[starts] // _SURROGATES == _LOW // _SURROGATES  # do not split surrogate pairs
+    ends += units[ends] // _SURROGATES == _LOW // _SURROGATES
     converted, converted_kinds, copied = [], [], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         text = scripts.comparable(units[start:end].tobytes().decode("utf-16-le"))
@@ -133,34 +136,34 @@ def _runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return `term_starts`, `term_ends` and `quarters` of `DocumentTerms`; the last of `kinds` is of a NUL."""
+    """Return `term_starts`, `term_ends` and `quarters` of `DocumentTerms`; the last kind must be OTHER."""
     marks = np.flatnonzero(kinds == MARK)
     if marks.size:  # a mark has the kind of its base character
         is_start = np.diff(marks, prepend=-2) != 1
         kinds[marks] = kinds[marks[is_start][np.cumsum(is_start) - 1] - 1]
-    inside, single = kinds != OTHER, kinds > LETTER
-    if not single.any():
-        return *_runs(inside), None
+    in_term, is_single = kinds != OTHER, kinds > LETTER  # a single letter is a term
+    if not is_single.any():
+        return *_runs(in_term), None
     is_mark = np.zeros(len(kinds), bool)
     is_mark[marks] = True
-    is_start = inside.copy()
-    is_start[1:] &= ~inside[:-1] | (single[1:] | single[:-1]) & ~is_mark[1:]
+    is_start = in_term.copy()
+    is_start[1:] &= ~in_term[:-1] | (is_single[1:] | is_single[:-1]) & ~is_mark[1:]
     starts = np.flatnonzero(is_start)
-    ends = np.flatnonzero(inside[:-1] & (is_start[1:] | ~inside[1:])) + 1
-    quarters = _QUARTERS[kinds[starts]]
+    ends = np.flatnonzero(in_term[:-1] & (is_start[1:] | ~in_term[1:])) + 1
+    quarters = _QUARTERS_OF_KINDS[kinds[starts]]
     quarters *= np.where(quarters == 1, ends - starts, 1)
-    return starts, ends, np.append(0, np.cumsum(quarters)) if (quarters != WORD).any() else None
+    return starts, ends, np.append(0, np.cumsum(quarters)) if (quarters != QUARTERS_PER_WORD).any() else None
 
 
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return running sums of term hash times power; differences are rolling hashes (Karp & Rabin 1987)."""
+    """Return running sums of hash times power of `_FACTOR`, for rolling hashes (Karp & Rabin 1987) of sequences."""
     powers, inverses = _powers(len(units) + 1)
-    sums = np.zeros(len(units) + 1, np.uint64)
-    np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=sums[1:])
-    hashes = mix_bits((sums[ends] - sums[starts]) * inverses[starts])
-    total = np.zeros(len(starts) + 1, np.uint64)
-    np.cumsum(hashes * powers[: len(starts)], out=total[1:])
-    return total
+    unit_sums = np.zeros(len(units) + 1, np.uint64)
+    np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=unit_sums[1:])
+    term_hashes = mix_bits((unit_sums[ends] - unit_sums[starts]) * inverses[starts])
+    term_sums = np.zeros(len(starts) + 1, np.uint64)
+    np.cumsum(term_hashes * powers[: len(starts)], out=term_sums[1:])
+    return term_sums
 
 
 _known_powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
@@ -184,22 +187,24 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """Return the kind of each UTF-16 unit, with _CHANGES if its comparable form may differ, uint8 [65536].
+    """Return the kind of each UTF-16 unit, with the flag _CHANGES if normalization may change it, uint8 [65536].
 
-    The kind of a high surrogate is shared or exceeded by an eighth of its row. A low surrogate is a mark after it.
+    The kind of a high surrogate is the highest kind that an eighth of its characters have or exceed. A low surrogate is
+    a MARK, so that it belongs to the high surrogate before it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
-    rows = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _ROW)
-    # Planes without letters are OTHER; one of them has characters that the comparable form drops.
-    kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
-    kinds[_HIGH : _HIGH + len(rows)] = np.sort(rows)[:, -_ROW // 8] | changes[_UNITS:].reshape(-1, _ROW).max(axis=1)
+    by_high = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _SURROGATES)
+    may_change = changes[_UNITS:].reshape(-1, _SURROGATES).max(axis=1)
+    # Planes without letters are OTHER; one of them has characters that normalization drops.
+    kinds[_HIGH : _HIGH + _SURROGATES], kinds[_LOW : _LOW + _SURROGATES] = OTHER | _CHANGES, MARK
+    kinds[_HIGH : _HIGH + len(by_high)] = np.sort(by_high)[:, -_SURROGATES // 8] | may_change
     return kinds
 
 
 @functools.cache
 def _letter_hashes() -> np.ndarray:
-    """Return a hash of each UTF-16 unit in lower case, uint64 [65536]."""
+    """Return a hash of each UTF-16 unit that ignores case, uint64 [65536]."""
     folded = np.arange(_UNITS, dtype=np.uint64)
     for unit in range(_UNITS):
         character = chr(unit)

@@ -1,6 +1,6 @@
-"""The kinds of sources: every module of this package is a kind, whose class `Reader` finds, cuts and reads inputs.
+"""The kinds of sources: every module of this package is a kind; its class `Reader` finds, cuts and reads the inputs.
 
-A config names a kind by its module, which may be in another package: see docs/extend/add-a-source.md.
+A config names a kind by its module, which may also be in another package: see docs/extend/add-a-source.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_inputs(config: SourceConfig, where: str) -> list[Input]:
 
 
 def list_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """Like `find_inputs`, but do not fetch files at an address or check their columns."""
+    """Like `find_inputs`, but neither fetch files at an address nor check their columns."""
     if not is_remote(config.path):
         return find_inputs(config, where)
     source = reader(config)
@@ -45,24 +45,23 @@ def list_inputs(config: SourceConfig, where: str) -> list[Input]:
 
 
 def _with_problems(inputs: list[Input], source: SourceReader) -> list[Input]:
+    """Add the faults found while listing the inputs to the first input."""
     return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(inputs)]
 
 
 def cut(
-    config: SourceConfig, source_number: int, input_number: int, item: Input, *, streams: bool = False
+    config: SourceConfig, source_index: int, input_index: int, item: Input, *, defer_streams: bool = False
 ) -> Iterator[Chunk]:
     """Yield the chunks of one input; at least one, so that every fault is reported.
 
-    A file that must be read in order is read here, and its chunks contain the text. With `streams`, it becomes a single
-    chunk, which the process that prepares it cuts with `cut_stream`.
+    A file that must be read in order is read here, and its chunks contain the text. With `defer_streams`, it becomes a
+    single chunk, which the process that prepares it cuts with `cut_stream`.
     """
     source = reader(config)
-    is_uncut = streams and source.is_stream(item)
+    is_uncut = defer_streams and source.is_stream(item)
     spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
     for index, span in enumerate(spans):
-        yield Chunk(
-            source=source_number, input=input_number, index=index, config=config, paths=item.paths, **vars(span)
-        )
+        yield Chunk(source=source_index, input=input_index, index=index, config=config, paths=item.paths, **vars(span))
 
 
 def cut_stream(chunk: Chunk) -> Iterator[Chunk]:

@@ -1,5 +1,5 @@
-"""Plain-text books, one document per file, without hard line breaks, headings, pictures, and Project Gutenberg's
-header and license."""
+"""Plain-text books, one document per file. Line breaks within paragraphs, headings, captions of pictures, and Project
+Gutenberg's header and license are removed."""
 
 import re
 import unicodedata
@@ -16,8 +16,7 @@ from pretrain.corpus.word_counts import count_words
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
 _OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
 _END = re.compile(
-    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*",
-    re.M | re.I,
+    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*", re.M | re.I
 )
 _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from))\b", re.I)
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)
@@ -34,8 +33,8 @@ _HEADING = re.compile(
     r"|[IVXLCDM]+\.?|\d+\.?)",
     re.I,
 )
-_TITLE_WORDS = 12
-_STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
+_TITLE_WORDS = 12  # maximum words of a title
+_FINAL_MARK = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
 
 
 class Reader(SourceReader):
@@ -54,7 +53,7 @@ class Reader(SourceReader):
 
 
 def read_text(path: Path, problems: Problems) -> str:
-    """Return the text of a file up to the first damage; damage and an empty file are added to `problems`."""
+    """Return the text of a file up to the first damage; damaged and empty files are added to `problems`."""
     try:
         with open_text(path) as stream:
             raw = stream.read()
@@ -81,12 +80,12 @@ def paragraphs(text: str, problems: Problems) -> str:
 
     Removed headings and ornaments are counted in `problems`.
     """
-    text, is_framed = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
+    text, has_header = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
     problems.left_out["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
     kept_paragraphs = []
-    # Without Gutenberg's header, the first line may be any text, such as a line of a chat.
-    may_be_title = is_framed
+    # Without Gutenberg's header, the first short line may be text, such as a line of a chat.
+    may_be_title = has_header
     for lines in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(lines.split())
         if not paragraph:
@@ -97,7 +96,7 @@ def paragraphs(text: str, problems: Problems) -> str:
         is_heading = _is_heading(paragraph)
         if is_heading or (may_be_title and _is_title(paragraph)):
             problems.count_skipped(paragraph)
-            # Only one title follows a heading; more short lines without a full stop are text.
+            # Only one title follows a heading; further short lines without a full stop are text.
             may_be_title = is_heading
             continue
         may_be_title = False
@@ -133,8 +132,8 @@ def _in_capitals(paragraph: str) -> bool:
 
 
 def is_ended(paragraph: str) -> bool:
-    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", before closing quotes."""
+    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", ignoring closing quotes."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1
-    return _STOP.fullmatch(paragraph, max(0, end - 1), end) is not None
+    return _FINAL_MARK.fullmatch(paragraph, max(0, end - 1), end) is not None

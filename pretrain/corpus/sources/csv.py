@@ -1,4 +1,4 @@
-"""Files of comma- or tab-separated values with a header, read in order, since quoted cells may contain line breaks."""
+"""Comma- or tab-separated files with a header, which are read in order, since quoted cells may contain line breaks."""
 
 import contextlib
 import csv
@@ -37,7 +37,7 @@ class Reader(ColumnReader):
         return chunk.data
 
     def _text_batches(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
-        """Yield (text column of a batch of rows as bytes, bytes of the file read so far)."""
+        """Yield (text column of a batch of rows, as bytes; number of bytes of the file read so far)."""
         import pyarrow as pa
 
         try:
@@ -58,13 +58,13 @@ class Reader(ColumnReader):
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file up to the first damage, which is counted when its rows are read."""
+    """Yield the lines of a file up to the first damage, which is counted later, when the rows are read."""
     with contextlib.suppress(OSError), open_text(path) as stream:
         yield from io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", "replace", newline="")
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
-    """Yield (record batch of the text column, bytes read so far). Rows of a different width are added to `problems`.
+    """Yield (record batch of the text column, bytes read so far). Rows of another width are added to `problems`.
 
     Arrow cannot read a row that is larger than its block size, nor continue where it stopped. In this case, the file is
     read again from the start with larger blocks.
@@ -104,7 +104,7 @@ def _smaller_batches(batch: Any) -> Iterator[Any]:
 def _open_csv(
     path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, left_out: Problems
 ) -> Any:
-    """Open a reader of record batches of the text column, as bytes. Rows of a different width go to `left_out`."""
+    """Open a reader of record batches of the text column, as bytes. Rows of another width are added to `left_out`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 

@@ -1,4 +1,4 @@
-"""English text of Python and its installed packages: help topics and docstrings, read without importing the modules.
+"""English text from Python and its installed packages: help topics and docstrings, read without importing modules.
 
 A document consists of a module's docstrings in the order of the file, or of a topic of the language reference. Only
 prose is kept: no doctests, code, tables, signatures or field lists.
@@ -20,9 +20,9 @@ from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped
 from pretrain.corpus.listing import files_in
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
-_MIN_WORDS = 6
-_MIN_NAME_WORDS = 4  # a shorter line above an indented line is a name and its type
-_MIN_LETTER_SHARE = 0.9  # letters, blanks and plain punctuation; code and tables have less
+_MIN_WORDS = 6  # minimum words of a paragraph
+_MIN_TEXT_LINE_WORDS = 4  # a line with fewer words above an indented line is a parameter's name and type
+_MIN_PLAIN_SHARE = 0.9  # minimum share of letters, spaces and plain punctuation; code and tables have less
 _TOPICS = ("pydoc_data", "topics.py")
 
 _ROLE = re.compile(r":[\w:+.-]+:`(~?)\.?([^`<>]+?)(?:\s*<[^`]*>)?`")  # :class:`~a.b.C` shows C
@@ -52,7 +52,7 @@ class Reader(SourceReader):
         return documents(chunk.paths, problems.add)
 
     def _modules(self, where: str) -> list[Path]:
-        """Return the files at `path` that are not tests."""
+        """Return the files at the config's `path` that are not tests."""
         files = self.find_files(where)
         folder = local_path(self.config.path).expanduser()
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
@@ -84,7 +84,7 @@ def _is_test(parts: tuple[str, ...]) -> bool:
 
 
 def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
-    """Yield the prose of modules, one paragraph per line. A paragraph that is repeated within `paths` is kept once.
+    """Yield the prose of each module, one paragraph per line, without paragraphs that occurred before in `paths`.
 
     `report(path, fault)` is called for files that cannot be read or parsed.
     """
@@ -114,9 +114,10 @@ def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Ite
 
 @contextlib.contextmanager
 def syntax_tree(source: bytes) -> Iterator[ast.Module]:
-    """Yield the syntax tree of a module; raises like `ast.parse`.
+    """Yield the syntax tree of a module. Raises errors like `ast.parse`.
 
-    Garbage collection is disabled meanwhile: a tree has no cycles, and searching for them would double the time.
+    Garbage collection is disabled in the `with` block: trees have no cycles, and searching for cycles would double the
+    time.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -147,7 +148,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def _topics(tree: ast.Module) -> list[list[str]]:
-    """Return the topics of pydoc_data.topics, each as a list of one string."""
+    """Return the help topics in the module pydoc_data.topics, each as a list of one string."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return [[topic] for topic in ast.literal_eval(node.value).values()]
@@ -167,7 +168,7 @@ def running_text(docstring: str) -> list[str]:
 def _line_runs(lines: list[str]) -> Iterator[str]:
     """Yield runs of lines with the same indentation, list item or argument, without code blocks and doctests."""
     run: list[str] = []
-    indent = code_indent = -1  # lines deeper than code_indent are a literal block
+    indent = code_indent = -1  # lines that are indented more than code_indent are a literal block
     fenced = doctest = False
     for line in [*lines, ""]:
         text = line.strip()
@@ -184,7 +185,7 @@ def _line_runs(lines: list[str]) -> Iterator[str]:
         skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
         is_item = bool(_BULLET.match(text) or _FIELD.match(text))
         is_argument = depth != indent and _ARGUMENT.match(text) is not None
-        below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_NAME_WORDS
+        below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_TEXT_LINE_WORDS
         if run and (skip or is_item or is_argument or below_name or depth < indent):
             yield " ".join(run)
             run = []
@@ -223,4 +224,4 @@ def _is_prose(paragraph: str) -> bool:
     if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
         return False
     plain_characters = sum(character.isalpha() or character in " ,.'-" for character in paragraph)
-    return plain_characters >= _MIN_LETTER_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8
+    return plain_characters >= _MIN_PLAIN_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8

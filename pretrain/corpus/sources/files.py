@@ -1,4 +1,4 @@
-"""Text files as they are, one document each: code, tables, or other text with significant line breaks."""
+"""Unchanged text files, one document each: code, tables, or other text in which line breaks matter."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from pretrain.corpus.sources.books import read_text
 
 
 class Reader(SourceReader):
-    """All files of a folder or glob, with any suffix, unchanged."""
+    """Files of a folder or glob, with any suffix."""
 
     def find(self, where: str) -> list[Input]:
         return grouped(self.find_files(where), where)

@@ -1,4 +1,4 @@
-"""Hugging Face data sets: a folder written by save_to_disk, or a pinned commit of a data set on the hub."""
+"""Hugging Face data sets: a folder written by save_to_disk, or a pinned commit of a data set on the Hub."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ class Reader(ColumnReader):
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
         dataset = hub_dataset(where, source.dataset, source.subset, source.split, source.revision)
-        if dataset.column_names is not None:  # of some data sets, they are unknown until a row is read
+        if dataset.column_names is not None:  # for some data sets, None until a row is read
             _check_column(source, f"{where}.text_column: ", dataset.column_names)
         shards = dataset.num_shards
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
@@ -55,7 +55,7 @@ class Reader(ColumnReader):
 
 
 def saved_dataset(folder: str, split: str) -> Any:
-    """Load a split from a folder written by save_to_disk as `datasets.Dataset`. Raises `InputError` if it cannot."""
+    """Load a split from a folder written by save_to_disk as `datasets.Dataset`. Raises `InputError` if that fails."""
     expect(folder, "datasets")
     import datasets
 
@@ -78,7 +78,7 @@ def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -
     from huggingface_hub import constants
 
     try:
-        if not constants.HF_HUB_OFFLINE:  # check access first: `datasets` retries, and reports all causes alike
+        if not constants.HF_HUB_OFFLINE:  # check access first: `datasets` retries, and gives one error for all causes
             ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
     except RunError as error:
@@ -97,8 +97,8 @@ def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
 def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
     """Yield the rows of a shard on the hub.
 
-    Raises `MachineError` for any error of the hub's client before the end: a lost connection is not a fault of the
-    data, and a partly read shard must not be treated as complete.
+    Raises `MachineError` for any error of the hub's client, such as a lost connection: this is not a fault of the data,
+    and a partly read shard must not be treated as complete.
     """
     import pyarrow as pa
 

@@ -20,7 +20,7 @@ from pretrain.corpus.records import RecordReader
 
 
 class Reader(RecordReader):
-    """JSON objects, one document each. Lines are read in byte ranges, other layouts in order."""
+    """JSON objects, one document each. Files with an object per line are read in byte ranges, others in order."""
 
     suffixes = (".jsonl", ".json", ".ndjson")
     record_start = b"\n"
@@ -48,11 +48,12 @@ class Reader(RecordReader):
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column
         text = decode(self.records(chunk, problems), path, chunk.start, problems)
-        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # concatenated files, the first without a final line break
-        for number, line in enumerate(lines):
+        # Files may have been concatenated without a line break after the first.
+        lines = text.replace("}\ufeff{", "}\n{").split("\n")
+        for number, line in enumerate(lines, 1):
             if not line or line.isspace():
                 continue
-            location = f"line {number + 1} of chunk {chunk.index}"
+            location = f"line {number} of chunk {chunk.index}"
             try:
                 text = json.loads(line)[column]
             except (ValueError, RecursionError) as error:

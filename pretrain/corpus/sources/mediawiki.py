@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from mwparserfromhell.nodes import Tag, Wikilink
     from mwparserfromhell.wikicode import Wikicode
 
-_HEAD_BYTES = 1 << 16  # at the start of a file; they include everything before the first page
+_HEAD_BYTES = 1 << 16  # bytes at the start of a file that include everything before the first page
 _LANGUAGE = re.compile(rb'<mediawiki\b[^>]*?\bxml:lang="([^"]+)"')
 _NAMED = re.compile(rb'<namespace\b[^>]*?\bkey="(-?\d+)"[^>]*>([^<]+)</namespace>')
-_NOT_TEXT = (b"-2", b"6", b"14")  # media, files, categories
+_NOT_TEXT = (b"-2", b"6", b"14")  # keys of the namespaces media, files, categories
 _PAGE = re.compile(rb"<page>(.*?)</page>", re.S)
 _NAMESPACE = re.compile(rb"<ns>(-?\d+)</ns>")
 _MODEL = re.compile(rb"<model>([^<]*)</model>")
@@ -37,8 +37,9 @@ _ELEMENTS = "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|im
 _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lower case would be a Python name
-_REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list item has a blank after "#"
-# -{A}- or -{zh-hans:A; zh-hant:B}-, with optional flags, some of which hide it. Only the first variant is kept.
+_REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list item has a space after "#"
+# Language variants: -{A}- or -{zh-hans:A; zh-hant:B}-, with optional flags, some of which hide the text. Only the first
+# variant is kept.
 _HIDDEN, _CODE = r"(?:[HNT][^{}|]*|-)\|[^{}]*", r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:"
 _VARIANTS = re.compile(rf"-\{{(?:{_HIDDEN}|(?:[^{{}}|]*\|)?(?:{_CODE}([^;{{}}]*)[^{{}}]*|([^{{}}]*)))\}}-")
 _FILE = re.compile(r"\.(?:jpe?g|png|svg|gif|tiff?|webp|og[agv]|webm|mp3|wav|flac|pdf|djvu)\s*$", re.I)
@@ -74,7 +75,7 @@ class Reader(RecordReader):
 
 @functools.lru_cache(maxsize=64)
 def _dropped_prefixes(path: str, _modified: int) -> Set[str]:
-    """Return the link prefixes of non-text: the common ones of all wikis, unless the dump's head overrides them."""
+    """Return the prefixes of links that are not text: the ones common to all wikis, unless the dump's head differs."""
     with open_text(Path(path)) as file:
         head = file.read(_HEAD_BYTES).partition(b"<page>")[0]
     named = [
@@ -99,7 +100,7 @@ def _normalize_name(name: str) -> str:
 
 
 def plain_text(markup: str, dropped: Set[str]) -> str:
-    """Return the prose of an article: paragraphs and list items, one per line, without links that are `dropped`."""
+    """Return an article's prose: paragraphs and list items, one per line, without links whose prefix is `dropped`."""
     import mwparserfromhell
     from mwparserfromhell.nodes import Heading, Wikilink
 
@@ -131,7 +132,7 @@ def _without_elements(markup: str) -> str:
 
 
 def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
-    """Remove a link to a picture, a category, or an article in another language, unless it has a leading colon."""
+    """Remove a link to a picture, a category or an article in another language, unless it starts with a colon."""
     if ":" not in (title := str(link.title)):
         return
     title = title.translate(_DIRECTION_MARKS).strip()

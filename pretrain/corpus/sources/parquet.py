@@ -51,7 +51,7 @@ class Reader(ColumnReader):
 
 
 def _as_bytes(column: Any) -> Any:
-    """Convert a column of strings to bytes: Arrow does not validate strings, but the reader reports invalid bytes."""
+    """Convert a column of strings to bytes: Arrow does not validate strings, the base class does."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type

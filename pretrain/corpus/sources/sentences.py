@@ -1,4 +1,4 @@
-"""Plain text with a sentence per line and blank lines between documents, as for the original BERT's
+"""Plain text with a sentence per line and blank lines between documents, the input format of the original BERT's
 create_pretraining_data.py (google-research/bert)."""
 
 import mmap

@@ -1,4 +1,4 @@
-"""Output of WikiExtractor: articles of a Wikipedia dump as plain text between <doc ...> and </doc>."""
+"""Output of WikiExtractor: articles of a Wikipedia dump in plain text, each between <doc ...> and </doc>."""
 
 import html
 import re
@@ -42,7 +42,7 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
 
 
 def _report_unread(text: str, count: int, path: str, problems: Problems) -> None:
-    """Report the articles that could not be read; `count` were read."""
+    """Add the articles that could not be read to `problems`; `count` is the number of articles read."""
     opened = count
     if text.count("<doc") != count:  # five times as fast as the next line, and usually equal
         opened = text.count("\n<doc ") + text.startswith("<doc ")
