@@ -310,13 +310,13 @@ def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
     names = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
     return LabeledBatch(
         **{name: getattr(batch, name) for name in names},
-        rows=rows,
-        sequence=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
-        owners=windows,
+        query_positions=rows,
+        window_of_query=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
+        example_of_window=windows,
         examples=len(windows),
         labels=labels,
         weights=torch.ones(len(rows)),
-        query_rows=rows.numpy(),
+        query_indices=rows.numpy(),
     )
 
 

@@ -205,7 +205,7 @@ class Finetuning:
         return torch.tensor([step.weight], dtype=torch.float64)
 
     def flops(self, micro_batch: LabeledBatch) -> float:
-        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.rows))
+        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.query_positions))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         return {"loss": totals[0] / counts[0]}

@@ -108,7 +108,7 @@ def test_heads_compute_in_fp32() -> None:
     batch = make_batch(has_segments=False, head="tokens")
     with torch.no_grad():
         made = model(batch).logits
-        hidden = model.encode(batch, batch.rows)
+        hidden = model.encode(batch, batch.query_positions)
     assert made.dtype == torch.float32
     head = dict(model.head.named_parameters())
     expected = hidden.double() @ head["out_weight"].double().T + head["out_bias"].double()
