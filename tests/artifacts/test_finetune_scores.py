@@ -123,7 +123,7 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
     job: Any = SimpleNamespace(
-        _cut=lambda *_: cut,
+        _make_batches=lambda *_: cut,
         _device=torch.device("cpu"),
         task=SimpleNamespace(outputs=2),
         _engine=SimpleNamespace(
