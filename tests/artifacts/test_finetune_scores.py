@@ -118,7 +118,7 @@ def test_heads_compute_in_fp32() -> None:
 def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
     """Large sets take longer than the whole end of a run may be silent: each micro-batch counts."""
     beats: list[int] = []
-    batches = [SimpleNamespace(query_rows=np.array([number])) for number in range(3)]
+    batches = [SimpleNamespace(query_indices=np.array([number])) for number in range(3)]
     for batch in batches:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))

@@ -159,13 +159,13 @@ def batch_of(case: dict[str, Any]) -> Any:
     inputs = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
     return LabeledBatch(
         **{name: getattr(batch, name) for name in inputs},
-        rows=rows,
-        sequence=windows if head == "sequence" else windows.repeat_interleave(lengths),
-        owners=windows // 2,
+        query_positions=rows,
+        window_of_query=windows if head == "sequence" else windows.repeat_interleave(lengths),
+        example_of_window=windows // 2,
         examples=len(windows) // 2,
         labels=torch.zeros((len(rows), 2) if objective in ("labels", "span") else len(rows), dtype=torch.long),
         weights=torch.ones(len(rows)),
-        query_rows=rows.numpy(),
+        query_indices=rows.numpy(),
     )
 
 
