@@ -162,7 +162,7 @@ def _add_several_runs(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=positive_int,
         metavar="N",
-        help="number of runs per config, with seeds seed, seed + 1, ..., each in its own folder (default: one run)",
+        help="number of runs per config, with seeds seed, seed + 1, ..., each in a separate folder (default: one run)",
     )
     parser.add_argument(
         "--folds",

@@ -32,7 +32,7 @@ from pretrain.run import preflight
 
 
 def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
-    """Return the config of one of several runs, with its own name, W&B id, folder and seed, and a common W&B group.
+    """Return the config of one of several runs, with a separate name, W&B id, folder and seed, and a common W&B group.
 
     Args:
         label: suffix that distinguishes the run from the others; consists of a-z, 0-9 and '-'.
@@ -172,8 +172,8 @@ def read_outcome(trial: Trial) -> Outcome | None:
 def degenerate(details: dict[str, Any]) -> str:
     """Return why a finished run counts as failed (Mosbach et al. 2021, section 3); "" if it does not.
 
-    `details` are those of its sets. A single-label classifier has failed if its accuracy on the first held-out set is
-    not above the share of the most frequent class.
+    `details` is {set: details}. A single-label classifier has failed if its accuracy on the first held-out set is not
+    above the share of the most frequent class.
     """
     confusion = next(iter(details.values()), {}).get("confusion")
     if not confusion:

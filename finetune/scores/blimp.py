@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 
 NAME = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # keys of each JSON line
-MAX_TOKENS = 1 << 18  # a batch ends at the sentence whose masked copies raise its tokens above this
+MAX_TOKENS = 1 << 18  # the masked copies of a batch may exceed this by one sentence
 
 
 @dataclass(frozen=True)

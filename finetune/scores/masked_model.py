@@ -76,8 +76,8 @@ class MaskedModel:
 
     Attributes:
         precision: the argument.
-        tokenizer: tokenizer of the `tokenizers` library, without truncation and padding; names of special tokens in a
-            text, such as "[MASK]", are tokenized like other words, as in a prepared corpus.
+        tokenizer: tokenizer of the `tokenizers` library, without truncation and padding; "[MASK]" and
+            other special tokens in a document are tokenized like words, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
         mask_id: id of the mask token.
         unknown_id: id of the unknown token; -1 if there is none, as in byte-level vocabularies.

@@ -42,7 +42,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not (texts or arguments.blimp):
         raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")
     if (arguments.out / CONFIG_FILE).exists():
-        raise InputError(f"--out: {arguments.out} is a run folder with its own {SCORES}. Give another folder.")
+        raise InputError(f"--out: {arguments.out} is a run folder; its {SCORES} would change. Give another folder.")
     effects = {
         "--length": (arguments.length, texts, "without --texts"),
         "--text-scores": (arguments.text_scores != _TEXT_SCORES, texts, "without --texts"),

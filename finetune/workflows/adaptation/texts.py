@@ -102,7 +102,7 @@ def _print_skipped(files: Sequence[Path], problems: Problems) -> None:
 
 
 def _paragraphs(text: str, problems: Problems) -> str:
-    """Return the paragraphs of a text, one per line; if it has hardly any blank lines, its lines."""
+    """Return the paragraphs of `text`, one per line; if it has hardly any blank lines, return its lines."""
     text = text.replace("\r\n", "\n").strip()
     if "\n" in text and len(text) <= _CHARACTERS * len(_BLANK_LINE.split(text)):
         return books.paragraphs(text, problems)
