@@ -234,8 +234,7 @@ def _run(
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        unreported = (position for position, index in enumerate(pending) if outcomes[index] is None)
-        poll(dict.fromkeys(unreported))
+        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})  # not reported
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:

@@ -27,8 +27,7 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-# Training was too short if the final loss is below `_MAX_RATIO` times the loss shortly before, and above `_MIN_RATIO`
-# times the first loss.
+# Training was too short if the last loss is below _MAX_RATIO of the earlier one, and above _MIN_RATIO of the first.
 _MAX_RATIO, _MIN_RATIO = 0.93, 0.2
 _MAX_INTERVAL = 0.1  # maximum width of a score's confidence interval: about 250 examples at an accuracy of 0.8
 

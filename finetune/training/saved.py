@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 PREDICTIONS = "predictions"
 FORMAT = 1
 
-# {objective: `problem_type` in config.json}
-_PROBLEM_TYPES = {
+_PROBLEM_TYPES = {  # {objective: `problem_type` in config.json}
     "classes": "single_label_classification",
     "labels": "multi_label_classification",
     "value": "regression",

@@ -52,9 +52,8 @@ def predict_logits(
 
     The windows of each forward pass are the same for any number of ranks, so the logits do not depend on that number.
     """
-    copies = (
-        (batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window()
-    )
+    every_batch = batches.every_window()
+    copies = ((batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in every_batch)
     local = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(copies)]
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
     for part in gather(local):
