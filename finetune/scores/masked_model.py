@@ -26,8 +26,8 @@ from pretrain.model.precision import torch_dtype
 
 Advance = Callable[[int], None]  # reports progress: called with the number of predictions since the last call
 
-BATCH_TOKENS = 8192  # maximum per forward pass
-_MAX_LOGITS = 1 << 25  # maximum per forward pass: 128 MiB in fp32
+BATCH_TOKENS = 8192  # maximum number of tokens per forward pass
+_MAX_LOGITS = 1 << 25  # maximum number of logits per forward pass, 128 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class MaskedModel:
         released: the model in `folder`, if it has been read already.
 
     Attributes:
-        precision: the argument.
+        precision: the argument `precision`.
         tokenizer: tokenizer of the `tokenizers` library, without truncation and padding; "[MASK]" and
             other special tokens in a document are tokenized like words, as in a prepared corpus.
         special_ids: ids of the special tokens by role.

@@ -27,9 +27,9 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-# Training was too short if the last loss is below _MAX_RATIO of the earlier one, and above _MIN_RATIO of the first.
+# Training was too short if the last loss is below _MAX_RATIO of the loss before, and above _MIN_RATIO of the first.
 _MAX_RATIO, _MIN_RATIO = 0.93, 0.2
-_MAX_INTERVAL = 0.1  # maximum width of a score's confidence interval: about 250 examples at an accuracy of 0.8
+_MAX_INTERVAL = 0.1  # width of a score's confidence interval for about 250 examples at an accuracy of 0.8
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FinetunePlan:
     """Facts about a run before it trains."""
 
     examples: int  # number of training examples
-    units: int  # the number as a step counts: of windows, if the model does not combine an example's windows
+    units: int  # number of examples or, if the model does not combine the windows of an example, of windows
     tokens: int  # number of tokens in all training examples; 0 if they are not tokenized before training
     held_out: dict[str, int]  # number of examples of each held-out set
     labels: tuple[str, ...]
@@ -56,7 +56,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     """Return whether the run folder contains the finished model of this run.
 
     Raises:
-        InputError: it does and `resume` is off, or it was trained with other settings.
+        InputError: it contains one and `resume` is off, or the run in it had other settings.
     """
     finished = has_model(config)
     if finished and not resume:
@@ -290,7 +290,7 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
     """Return a warning if the dev set is too small to select a checkpoint.
 
-    It is if the confidence `interval` of its score is wider than 0.1 and than the range of all checkpoints' scores.
+    It is too small if the `interval` of its score is wider than 0.1 and than the range of the checkpoints' scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):

@@ -1,7 +1,7 @@
 """Converts a FLOP budget to steps; the phases of a config keep their proportions.
 
-The cost of a sequence is measured on batches of the prepared corpus, whose sequences differ in length. FLOPs are those
-of the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`, for training only, not evaluations.
+The cost of a sequence is measured on batches of the prepared corpus, whose sequences differ in length. FLOPs are
+the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`: of training, not of evaluations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Plan:
         return sum(phase.sequences for phase in self.phases)
 
     def flops_of(self, tokens: float) -> float:
-        """Return the FLOPs of the first `tokens` of the run. Tokens beyond the plan cost as much as in the last phase."""
+        """Return the FLOPs of the first `tokens` of the run; further tokens cost as much as in the last phase."""
         *earlier, last = zip(self.phase_flops, self.phase_tokens, strict=True)
         flops = 0.0
         for phase_flops, phase_tokens in earlier:
