@@ -50,9 +50,9 @@ STORES = {
 class Fault:
     """A fault of the next `times` requests whose "METHOD path" matches `where`.
 
-    kind: `503`, `500` and `403` are answered with this status; `drop` closes the connection before the request is passed on;
-    `lost` passes it on, and closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers
-    after a moment.
+    kind: `503`, `500` and `403` are answered with this status; `drop` closes before the request is passed on; `lost`
+    passes it on, and closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a
+    moment.
     """
 
     kind: str

@@ -284,10 +284,10 @@ class Finetuning:
             losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
 
-        batches, gather = self._make_batches(windows, 0), engine.workers.gather_objects
+        batches = self._make_batches(windows, 0)
         engine.module.eval()
         with torch.no_grad():
-            logits = predict_logits(forward, batches, self.task.outputs, self._device, gather)
+            logits = predict_logits(forward, batches, self.task.outputs, self._device, engine.workers.gather_objects)
         engine.module.train()
         engine.workers.sum_over_workers(losses)
         if engine.rank:

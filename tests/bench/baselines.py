@@ -287,11 +287,10 @@ def _their_model(config: PretrainConfig, vocabulary_size: int) -> Any:
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Return parameter groups without weight decay for biases and LayerNorm, as in the HF Trainer."""
-    by_exemption = {True: [], False: []}
+    groups = {True: [], False: []}  # {is exempt: parameters}
     for parameter in model.parameters():
-        by_exemption[parameter.ndim < 2].append(parameter)
-    decays = {False: weight_decay, True: 0.0}
-    return [{"params": by_exemption[exempt], "weight_decay": decay} for exempt, decay in decays.items()]
+        groups[parameter.ndim < 2].append(parameter)
+    return [{"params": groups[False], "weight_decay": weight_decay}, {"params": groups[True], "weight_decay": 0.0}]
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:
