@@ -234,7 +234,7 @@ def _run(
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})  # not reported
+        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})  # unreported ends
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:

@@ -20,12 +20,12 @@ MAX_ROWS = 20_000
 """Number of feature vectors after which no batch is added to the fit; 20,000 of size 1,024 are 80 MB."""
 
 PENALTY = 0.15
-"""L2 penalty added to the summed loss, for features of mean squared length 1 (C = 3.3); decision 0155."""
+"""L2 penalty added to the summed loss, for features of mean squared length 1 (as C = 3.3 in scikit-learn); decision 0155."""
 
 SHRINK = 0.3
-"""Factor for a classifier's fitted weights: it decides the same, but less confidently, so that gradients remain."""
+"""Factor for a classifier's fitted weights: predictions stay the same, but less confident, so gradients remain."""
 
-_FULL_ROWS = 16  # minimum feature vectors per class for which PENALTY and SHRINK apply unchanged
+_FULL_ROWS = 16  # minimum number of feature vectors per class for which PENALTY and SHRINK apply unchanged
 
 _MAX_ITERATIONS = 100  # of L-BFGS
 

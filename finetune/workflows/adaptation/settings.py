@@ -26,7 +26,7 @@ _PEAK_RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 def corpus_settings(
     name: str, folder: Path, checkpoint: Path, sources: list[dict[str, Any]], validation_share: float
 ) -> dict[str, Any]:
-    """Return the settings for preparing a corpus; `with_run_length` corrects the placeholder phase."""
+    """Return the settings for preparing a corpus, with a placeholder phase (see `with_run_length`)."""
     corpus = {
         "dir": str(folder),
         "sources": sources,
@@ -55,7 +55,7 @@ def run_settings(
     steps: int,
     sequences: int = _MAX_SEQUENCES,
 ) -> dict[str, Any]:
-    """Return the settings of the run; `corpus` is their section `corpus`, `sequences` the number per step."""
+    """Return the settings of the run. `corpus` is the section corpus; `sequences` is the number of sequences per step."""
     out: Path = arguments.out
     workers = min(default_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
