@@ -85,7 +85,7 @@ class Oracle:
         for word, tokens in self.spelled.items():
             if len(tokens) == 1:
                 mass[tokens[0]] += self.words[word]
-        scores = among.scores(mass.log()[None]).log_softmax(-1)[0]
+        scores = among.group_logits(mass.log()[None]).log_softmax(-1)[0]
         assert all((one.ids == self.mask_id).sum() == len(one.labels) == 1 for one in sequences)
         return [float(scores[one.labels[0]]) for one in sequences]
 
