@@ -20,7 +20,7 @@ MAX_ROWS = 20_000
 """Number of feature vectors after which no batch is added to the fit; 20,000 of size 1,024 are 80 MB."""
 
 PENALTY = 0.15
-"""L2 penalty added to the summed loss, for features of mean squared length 1 (C = 3.3 in scikit-learn); decision 0155."""
+"""L2 penalty added to the summed loss, for features of mean squared length 1 (scikit-learn: C = 3.3); decision 0155."""
 
 SHRINK = 0.3
 """Factor for a classifier's fitted weights: predictions stay the same, but less confident, so gradients remain."""
