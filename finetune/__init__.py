@@ -1,6 +1,6 @@
-"""Fine-tuning of BERT-family checkpoints to classification, named entities and span questions.
+"""Fine-tuning of BERT-family checkpoints for classification, named entities and span questions.
 
-The command `finetune` calls `train`. Importing the package loads nothing heavy.
+The command `finetune` calls `train`. Importing the package imports no large library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["load", "train"]
 def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     """Load a fine-tuned model for predictions: `finetune.load("runs/my-task")(["one example", "another"])`.
 
-    `folder` is a run folder, its model, an export, or the result of `train`; `options` are passed on to
+    `folder` is a run folder, its folder `model`, an export, or the result of `train`; `options` are passed on to
     `finetune.artifacts.predictor.Predictor`.
     """
     check_not_hidden()
@@ -42,9 +42,9 @@ def __getattr__(name: str) -> Any:
 
 
 def check_not_hidden() -> None:
-    """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides one of our packages."""
-    for name, inner in {"pretrain": "common", "cluster": "workers"}.items():
+    """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides a package of bertrain."""
+    for name, subfolder in {"pretrain": "common", "cluster": "workers"}.items():
         if (spec := PathFinder.find_spec(name)) is not None:
             paths = list(spec.submodule_search_locations or ())
-            if not any(Path(path, inner).is_dir() for path in paths):
+            if not any(Path(path, subfolder).is_dir() for path in paths):
                 raise ImportError(f"{spec.origin or paths[0]} hides bertrain's package {name}. Rename it.")

@@ -1,6 +1,6 @@
 """The command line `bertrain`: one parser, to which each component adds its commands.
 
-Building it imports nothing heavy: a command imports what it needs when it runs.
+Building the parser imports no large library: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
 MEASURES = "pretrain.run.machine"  # the module whose measurements `doctor` runs on every node
-# All commands, as --help and the reference list them.
+# {heading: commands} in the order of --help and docs/reference.
 GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
     "Pretrain": ("prepare", "pretrain", "adapt", "report", "attention"),
@@ -51,32 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)), ends_process=argv is None)
 
 
-def _run(words: list[str]) -> int:
-    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, on the cluster
+def _run(arguments: list[str]) -> int:
+    if arguments == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, on the cluster
         from cluster.jobs import entrypoint
 
         entrypoint.run(job_functions)
         return 0
-    if words[:1] in ([], ["help"]):
-        words = [*(word for word in words[1:2] if word != "help"), "--help"]
-    first = words[0]
+    if arguments[:1] in ([], ["help"]):
+        arguments = [*(word for word in arguments[1:2] if word != "help"), "--help"]
+    command = arguments[0]
     parser, parsers = build_parsers()
-    if first == "--version":
+    if command == "--version":
         from importlib.metadata import version
 
         print("bertrain", version("bertrain"))
         return 0
-    if first not in (*parsers, "-h", "--help"):
-        advice = f"{did_you_mean(first, parsers)} {program()} --help lists them.".lstrip()
-        raise InputError(f"{first!r} is not a command; {advice}")
-    return run_command(parser, words)
+    if command not in (*parsers, "-h", "--help"):
+        advice = f"{did_you_mean(command, parsers)} {program()} --help lists them.".lstrip()
+        raise InputError(f"{command!r} is not a command; {advice}")
+    return run_command(parser, arguments)
 
 
 def build_parsers(
-    kind: type[Parser] = Parser, list_help: str | None = argparse.SUPPRESS
+    parser_type: type[Parser] = Parser, list_help: str | None = argparse.SUPPRESS
 ) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Build the parser and the commands' parsers by name; `list_help` is the help of argparse's list of commands."""
-    parser = kind(
+    """Return the parser, and the parsers of the commands by name; `list_help` is argparse's help for all commands."""
+    parser = parser_type(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
         epilog=f"{program()} help COMMAND describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 80)}",
@@ -98,7 +98,7 @@ def build_parsers(
 
 
 def overview(parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Return a line for each command, in groups."""
+    """Return the text that lists all commands in groups, one per line."""
     lines = []
     for title, names in GROUPS.items():
         lines += ["", f"{title}:"]
@@ -119,7 +119,7 @@ def _add_configs(commands: Any) -> None:
         """
   ./launch.sh configs
   ./launch.sh configs mini > my.yaml      # a copy to edit
-  ./launch.sh pretrain mini --dry-run     # commands take the names as well""",
+  ./launch.sh pretrain mini --dry-run     # commands accept these names""",
     )
     parser.add_argument("example", nargs="?", metavar="NAME", help="config to print")
 
@@ -164,7 +164,7 @@ def _config_type(path: Path) -> type[Any]:
 
 
 def find_job(*arguments: Any, **options: Any) -> Path | None:
-    """Return the run folder of a job of a cluster, as `cluster.jobs.client.run_folder` does."""
+    """Return the run folder of a job on a cluster, as `cluster.jobs.client.run_folder` does."""
     from cluster.jobs.client import run_folder
 
     return run_folder(*arguments, **options)

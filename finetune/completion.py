@@ -1,4 +1,4 @@
-"""Completion scripts for `bertrain` and ./launch.sh, in bash and zsh: shtab's, extended by values of our arguments."""
+"""Completion scripts for `bertrain` and ./launch.sh, in bash and zsh: from shtab, with completers for our arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from pretrain.common.commands import Parser
 from pretrain.common.examples import CONFIGS, KINDS, examples
 
-# Suffix of the shell function that completes an argument, by its attribute or the first word of its metavar. Other
-# arguments complete their choices, or nothing. shtab treats results of functions with `_file` or `_dir` as paths.
-_KINDS = {
+# {attribute or first word of the metavar of an argument: suffix of the shell function that completes it}. For other
+# arguments, their choices complete. shtab treats results of functions with `_file` or `_dir` in their names as paths.
+_COMPLETERS = {
     **dict.fromkeys(("start_from", "RUN", "MODEL", "JOB", "RUN@STEP"), "dir_of_run"),
     **dict.fromkeys(("texts", "general", "FILE", "PATH"), "file"),
     "DIR": "dir",
@@ -20,19 +20,19 @@ _KINDS = {
     "--": "file_of_job",
     "example": "example",
 }
-_CONFIGS_OF = {"prepare": "pretrain", "pretrain": "pretrain", "finetune": "finetune", "sweep": "finetune"}
+_CONFIG_KINDS = {"prepare": "pretrain", "pretrain": "pretrain", "finetune": "finetune", "sweep": "finetune"}
 
 
 class MarkedParser(Parser):
-    """A parser whose arguments name the functions that complete them, in the form that shtab reads."""
+    """A parser that sets the attribute `complete` of arguments, in which shtab looks for their shell functions."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)
-        kind = _KINDS.get(action.dest) or _KINDS.get(str(action.metavar).split(" ")[0])
-        if kind == "file_of_any":
-            kind = f"file_of_{_CONFIGS_OF.get(self.prog.split(' ')[-1], 'any')}"
-        if kind:
-            action.complete = dict.fromkeys(("bash", "zsh"), f"_bertrain_{kind}")  # type: ignore[attr-defined]
+        suffix = _COMPLETERS.get(action.dest) or _COMPLETERS.get(str(action.metavar).split(" ")[0])
+        if suffix == "file_of_any":
+            suffix = f"file_of_{_CONFIG_KINDS.get(self.prog.split(' ')[-1], 'any')}"
+        if suffix:
+            action.complete = dict.fromkeys(("bash", "zsh"), f"_bertrain_{suffix}")  # type: ignore[attr-defined]
         return action
 
 
@@ -41,11 +41,11 @@ def script(parser: Parser, shell: str) -> str:
     import shtab
 
     parser.prog = "bertrain"
-    # The last lines of shtab's zsh script complete a single command, and nothing if another script sources it.
+    # The last lines of shtab's zsh script are for a single command, and would do nothing if the script is sourced.
     base = shtab.complete(parser, shell).partition("\ntypeset -A opt_args\n")[0]
     if shell == "zsh":
         base = base.replace("#compdef bertrain", "#compdef bertrain launch.sh").replace('"(*):', '"*:')
-        base = re.sub(r'^(  "\*?--[\w-]+)(\[.*\]:)', r"\1=\2", base, flags=re.MULTILINE)  # accept --keep=all, too
+        base = re.sub(r'^(  "\*?--[\w-]+)(\[.*\]:)', r"\1=\2", base, flags=re.MULTILINE)  # accepts --keep=all, too
     extension = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
     for kind in KINDS:
         names = [name for name, path in examples().items() if path.is_relative_to(CONFIGS / kind)]

@@ -12,7 +12,7 @@ from pretrain.model.heads import PretrainingModel, nsp_logits, pool
 def make_batch(
     lengths: Sequence[int], vocabulary_size: int = 101, seed: int = 0, masked_share: float = 0.15
 ) -> MicroBatch:
-    """Return sequences of random tokens in two segments, 15 % of them masked."""
+    """Return sequences of random tokens in two segments; `masked_share` of the tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     masked = max(1, round(masked_share * tokens))
@@ -29,24 +29,24 @@ def make_batch(
     )
 
 
-def take_sequence(batch: MicroBatch, number: int) -> MicroBatch:
-    """Return a batch with only one sequence of `batch`."""
-    first, last = (int(x) for x in batch.cu_seqlens[number : number + 2])
-    inside = (batch.masked_rows >= first) & (batch.masked_rows < last)
+def take_sequence(batch: MicroBatch, index: int) -> MicroBatch:
+    """Return a batch of only one sequence of `batch`."""
+    start, stop = (int(x) for x in batch.cu_seqlens[index : index + 2])
+    inside = (batch.masked_rows >= start) & (batch.masked_rows < stop)
     return MicroBatch(
-        input_ids=batch.input_ids[first:last],
-        token_types=batch.token_types[first:last],
-        positions=batch.positions[first:last],
-        cu_seqlens=torch.tensor([0, last - first], dtype=torch.int32),
-        masked_rows=batch.masked_rows[inside] - first,
+        input_ids=batch.input_ids[start:stop],
+        token_types=batch.token_types[start:stop],
+        positions=batch.positions[start:stop],
+        cu_seqlens=torch.tensor([0, stop - start], dtype=torch.int32),
+        masked_rows=batch.masked_rows[inside] - start,
         masked_labels=batch.masked_labels[inside],
-        nsp_labels=batch.nsp_labels[number : number + 1],
-        token_keys=batch.token_keys[first:last],
-        lengths=(last - first,),
+        nsp_labels=batch.nsp_labels[index : index + 1],
+        token_keys=batch.token_keys[start:stop],
+        lengths=(stop - start,),
     )
 
 
 def next_sentence_logits(model: PretrainingModel, batch: MicroBatch) -> Tensor:
-    """Return [S, 2] logits of (is next, is random)."""
+    """Return the logits of (is next, is random), [S, 2]."""
     pooled_SH = pool(model.encode(batch), batch.cu_seqlens, model.shape.pooling)
     return nsp_logits(pooled_SH, model.heads.nsp_weights())

@@ -1,4 +1,4 @@
-"""Helpers for tests that break a real local cluster: start it, submit runs, find processes, wait, compare."""
+"""Helpers for tests that break a real local cluster: start it, submit runs, find processes, wait, compare losses."""
 
 import contextlib
 import hashlib
@@ -48,11 +48,11 @@ def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -
 
 
 class Cluster:
-    """A local cluster of one test. Each node leads a session; the first is the head's."""
+    """A local cluster for one test. Each node is the leader of a process session; the first is the head node."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
-        self.nodes: list[int] = []  # their process ids
+        self.nodes: list[int] = []  # process ids of the nodes
 
     def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
         """Run `bertrain ARGUMENTS`; return its output."""
@@ -102,7 +102,7 @@ class Cluster:
         return list(found.values())
 
     def join(self, **environment: str) -> None:
-        """Add a node of one CPU by `ray start`, as on another machine."""
+        """Add a node with one CPU by `ray start`, as on another machine."""
         options = [
             "--num-cpus=1",
             f"--dashboard-agent-listen-port={free_port()}",
@@ -163,7 +163,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return all complete records; [] before the first."""
+    """Return all complete records; [] before there is one."""
     with contextlib.suppress(FileNotFoundError):
         lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
@@ -182,7 +182,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the step of the latest training record; 0 before the first."""
+    """Return the step of the latest training record; 0 before there is one."""
     with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
@@ -203,7 +203,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 def fingerprint(run_dir: Path) -> str:
-    """Return a hash of the weights and moments of the latest checkpoint, independent of the ranks' parts."""
+    """Return a hash of the weights and moments of the latest checkpoint, for any division among ranks."""
     from pretrain.checkpoint.store import CheckpointReader
     from pretrain.common.files import read_manifest
 

@@ -1,4 +1,4 @@
-"""Functions that Ray tasks run in the tests of `prepare` on a cluster; calls are recorded in the working directory."""
+"""Functions that Ray tasks run in tests of `prepare` on a cluster; they record their calls in the working directory."""
 
 import os
 import signal

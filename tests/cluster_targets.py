@@ -1,4 +1,4 @@
-"""Functions that Ray workers run in the tests of cluster; each leaves its traces in the working directory."""
+"""Functions that Ray workers run in tests of cluster; each records its calls in the working directory."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from pretrain.run.session import process_group
 
 
 def count_start(request: TrainingRequest, worker: Worker) -> int:
-    """Leave a trace of this start and return how many there were before."""
+    """Record this start, and return the number of starts before it."""
     trace = Path(f"starts-{worker.rank}")
     before = trace.read_text().splitlines() if trace.exists() else []
     trace.write_text("\n".join([*before, f"resume={request.resume}"]))
@@ -25,7 +25,7 @@ def count_start(request: TrainingRequest, worker: Worker) -> int:
 
 
 def killed_then_mistaken(request: TrainingRequest, worker: Worker) -> None:
-    """Worker 1 is killed on the first start; on the second it finds a mistake of the user's."""
+    """Kill worker 1 on the first start; on the second, raise an `InputError` in it."""
     before = count_start(request, worker)
     print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
     os.system("echo a child writes here too")
@@ -47,7 +47,7 @@ def killed_then_mistaken(request: TrainingRequest, worker: Worker) -> None:
 
 
 def killed_alone(request: TrainingRequest, worker: Worker) -> None:
-    """Killed on the first start; on the second it finds a mistake of the user's."""
+    """Kill the process on the first start; on the second, raise an `InputError`."""
     if count_start(request, worker) == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     ray = "ray" if "ray" in sys.modules else "no ray"
@@ -56,32 +56,32 @@ def killed_alone(request: TrainingRequest, worker: Worker) -> None:
 
 
 def fails(request: TrainingRequest, worker: Worker) -> None:
-    """A bug, every time."""
+    """Raise an unexpected error, every time."""
     count_start(request, worker)
     raise ZeroDivisionError("a bug\nin two lines")
 
 
 def until_stopped(request: TrainingRequest, worker: Worker) -> None:
-    """Run until a stop is asked for."""
+    """Run until a stop is requested."""
     count_start(request, worker)
     for _ in range(600):
-        if any(flag.is_set() for flag in worker.flags):  # training tells the ranks that do not look
+        if any(flag.is_set() for flag in worker.flags):  # in training, ranks that do not check are told
             raise StoppedError("stopped at step 7. --resume continues.")
         time.sleep(0.1)
 
 
 def deaf(request: TrainingRequest, worker: Worker) -> None:
-    """Never listen."""
+    """Ignore all requests to stop."""
     count_start(request, worker)
     time.sleep(600)
 
 
 def fine(request: TrainingRequest, worker: Worker) -> None:
-    """Come to an end."""
+    """Return at once."""
     count_start(request, worker)
 
 
 def slow_step(hook: str, record: dict[str, Any]) -> None:
-    """A callback that makes every step last."""
+    """A callback that makes every step take at least two seconds."""
     if hook == "step_end":
         time.sleep(2)

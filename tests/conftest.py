@@ -1,4 +1,4 @@
-"""Settings of all tests: no network, API keys, external cluster or GPU; one thread per process; number of processes."""
+"""Settings and fixtures of all tests: no network, API keys, external cluster or GPU; one thread per process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ for name in ("WANDB_API_KEY", "RAY_ADDRESS", "FORCE_COLOR"):
     os.environ.pop(name, None)
 # Tests that a shell runs in the background ignore SIGINT, and so would the processes that they stop with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# The measured or fake rates of tests must not enter the user's cache.
+# Rates that tests measure or fake must not enter the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"bertrain-tests-{os.getuid()}")
-# Tests multiply small matrices, in many processes: more threads in each would only wait for cores.
+# Tests multiply small matrices in many processes: with more threads each, they would only wait for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The time of an example only depends on how busy the machine is.
+# The time of an example depends only on how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
@@ -42,7 +42,7 @@ _PACKAGES = {
     "test_streamed": "moto",
     "test_runs": "wandb_workspaces",
 }
-_WORKER_BYTES = 3 << 30  # peak of a pytest worker: a test with two training processes, or with Ray
+_WORKER_BYTES = 3 << 30  # peak memory of a pytest worker: in a test with two training processes, or with Ray
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of processes of `-n auto`: one per core for the whole suite, 0 for selected tests.
 
-    Selected tests are few, or run with -s, or have marks: these start clusters and kill processes, one at a time.
+    Selected tests are few, or run with -s, or have marks: those with marks start clusters, one at a time.
     """
     option, given = config.option, config.args_source is config.ArgsSource.ARGS
     named = given and not all(Path(one).is_dir() for one in config.args)

@@ -1,4 +1,4 @@
-"""Small synthetic token corpora on disk, in the format of `pretrain.corpus.shards`, for everybody's tests."""
+"""Makes small synthetic token corpora on disk, in the format of `pretrain.corpus.shards`."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def make_corpus(
     weights: Sequence[float] = (),
     validation_documents: int = 20,
 ) -> Path:
-    """Write a corpus folder of random documents (1 to 40 sentences of 2 to 60 tokens) and return it.
+    """Write a corpus of random documents (1 to 40 sentences of 2 to 60 tokens), and return its folder.
 
     Every source gets `documents` training documents in one or two shards and `validation_documents` held-out
     ones. Tokens follow a Zipf law that is shifted per document, so that both heads have something to learn.
@@ -46,7 +46,7 @@ def make_corpus(
 
 
 def make_corpus_of_two_piece_words(folder: Path, *, documents: int = 40) -> Path:
-    """Write a corpus of documents of two sentences of three words, each a word and a ## piece, and return it."""
+    """Write a corpus of documents of two sentences of three words, each of two pieces, and return its folder."""
     random, vocabulary = np.random.default_rng(0), make_vocabulary(300)
     beginnings, pieces = ([n for n, entry in enumerate(vocabulary) if entry[:3] in kind] for kind in ({"wor"}, {"##p"}))
     sentences = np.stack([random.choice(of, (documents, 2, 3)) for of in (beginnings, pieces)], -1)
@@ -55,7 +55,7 @@ def make_corpus_of_two_piece_words(folder: Path, *, documents: int = 40) -> Path
 
 
 def make_vocabulary(size: int) -> list[str]:
-    """Specials, letters and their ## forms, made-up words and ## pieces, two [unused] at the end."""
+    """Return special tokens, letters and their ## forms, made-up words and ## pieces, and two [unused] tokens."""
     letters = list(string.ascii_lowercase + string.punctuation)
     entries = [*SPECIALS, *letters, *(f"##{letter}" for letter in string.ascii_lowercase)]
     entries += [f"##p{number}" if number % 5 == 0 else f"word{number}" for number in range(max(0, size))]
@@ -69,7 +69,7 @@ def write_corpus(
     *,
     weights: Sequence[float] = (1.0,),
 ) -> Path:
-    """Write `splits` (name -> [(source, documents of one shard)]) as a corpus folder with its manifest."""
+    """Write a corpus folder with its manifest; `splits` is {name: [(index of the source, documents of a shard)]}."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
     digest = hashlib.sha256(json.dumps([vocabulary, list(weights)]).encode())
@@ -108,7 +108,7 @@ def write_corpus(
 
 
 def shard_arrays(documents: list[Document], dtype: type) -> dict[str, np.ndarray]:
-    """The three arrays of a shard: tokens [T] dtype, sentences uint64 [S+1], documents uint64 [D+1, 2]."""
+    """Return the arrays of a shard: tokens, dtype [T]; sentences, uint64 [S + 1]; documents, uint64 [D + 1, 2]."""
     sentences = [sentence for document in documents for sentence in document]
     offsets = np.concatenate([[0], np.cumsum([len(sentence) for sentence in sentences], dtype=np.int64)])
     counts = np.concatenate([[0], np.cumsum([len(document) for document in documents], dtype=np.int64)])
@@ -120,7 +120,7 @@ def shard_arrays(documents: list[Document], dtype: type) -> dict[str, np.ndarray
 
 
 def write_tokenizer(folder: Path, vocabulary: list[str]) -> None:
-    """vocab.txt, tokenizer.json and tokenizer_config.json of an uncased BERT tokenizer over `vocabulary`."""
+    """Write vocab.txt, tokenizer.json and tokenizer_config.json of an uncased BERT tokenizer for `vocabulary`."""
     (folder / "vocab.txt").write_text("".join(f"{entry}\n" for entry in vocabulary), encoding="utf-8")
     ids = {entry: number for number, entry in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
@@ -136,14 +136,14 @@ def write_tokenizer(folder: Path, vocabulary: list[str]) -> None:
 
 
 def _random_document(random: np.random.Generator, vocabulary: list[str]) -> Document:
-    """1 to 40 sentences of 2 to 60 tokens; sentences begin with a whole word."""
-    ordinary = np.arange(len(SPECIALS), len(vocabulary) - 2)
-    begins = np.array([number for number in ordinary if not vocabulary[number].startswith("##")])
-    shift = int(random.integers(len(ordinary)))
+    """Return 1 to 40 sentences of 2 to 60 tokens; sentences start with a whole word."""
+    word_ids = np.arange(len(SPECIALS), len(vocabulary) - 2)
+    first_ids = np.array([token_id for token_id in word_ids if not vocabulary[token_id].startswith("##")])
+    shift = int(random.integers(len(word_ids)))
     document = []
     for _ in range(int(random.integers(1, 41))):
-        ranks = np.minimum(random.zipf(1.3, int(random.integers(2, 61))), len(ordinary)) - 1
-        sentence = ordinary[(ranks + shift) % len(ordinary)]
-        sentence[0] = begins[(ranks[0] + shift) % len(begins)]
+        ranks = np.minimum(random.zipf(1.3, int(random.integers(2, 61))), len(word_ids)) - 1
+        sentence = word_ids[(ranks + shift) % len(word_ids)]
+        sentence[0] = first_ids[(ranks[0] + shift) % len(first_ids)]
         document.append(sentence)
     return document

@@ -1,4 +1,4 @@
-"""Run a function in several processes joined by gloo, as one of many simulated ranks, or as a separate program."""
+"""Runs functions in several processes joined by gloo, as one of many simulated ranks, or as separate programs."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class Alone:
-    """A process group of one worker; collectives return its values."""
+    """A process group of one worker, whose collectives return the values of that worker."""
 
     rank: int = 0
     world_size: int = 1
@@ -71,7 +71,7 @@ class Rank:
 
 
 class NullWatchdog:
-    """No watchdog."""
+    """A watchdog that does nothing."""
 
     def beat(self) -> None:
         pass
@@ -84,7 +84,7 @@ class NullWatchdog:
 
 
 def of_whole_tensors(optimizer: Any) -> Any:
-    """Set the segments of an optimizer whose parameters are not flattened; return it."""
+    """Set the segments of an optimizer whose parameters are not flattened, and return the optimizer."""
     from pretrain.training.optim import Muon, TensorwiseOptimizer, cut_segments, matrix_shapes, number_tensors
 
     named = {
@@ -100,7 +100,7 @@ def of_whole_tensors(optimizer: Any) -> Any:
 
 
 def give_moments(optimizer: Any) -> Any:
-    """Set zero moments, as the engine does; return the optimizer."""
+    """Set the moments to zero, as the engine does; return the optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             kinds = ("exp_avg",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
@@ -110,7 +110,7 @@ def give_moments(optimizer: Any) -> Any:
 
 
 def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01, **settings: Any) -> Any:
-    """Return an `Engine` for a model, by default in fp32 and uncompiled; `settings` are those of `EngineConfig`."""
+    """Return an `Engine` for a model, by default in fp32 and uncompiled; `settings` are fields of `EngineConfig`."""
     from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.training.engine import Engine
     from pretrain.training.optim import make_optimizer, parameter_groups

@@ -1,4 +1,4 @@
-"""Replace the command that follows a run: record how it was started, then sleep or fail if an argument says so."""
+"""Replaces the command that follows a run: records how it was started, then sleeps or fails if an argument says so."""
 
 import json
 import os

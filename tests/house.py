@@ -1,4 +1,4 @@
-"""Code size and complexity, limited by `tests/house.yaml`. `python -m tests.house` prints values and limits.
+"""Measures code size and complexity, limited by `tests/house.yaml`. `python -m tests.house` prints values and limits.
 
 `python -m tests.house COVERAGE` prints the branch coverage of each component, from a report of
 `coverage json` (`[tool.coverage]` in pyproject.toml).
@@ -28,11 +28,12 @@ LONG_FILE = 500  # lines
 # settings and checks, and in the layouts of released models, such as DistilBERT.
 OBJECTIVES = re.compile(r"electra|replaced.?tokens|\brtd|discriminator|distil(?!bert)|\bteacher", re.IGNORECASE)
 THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint/layouts/")
-DOCUMENTED = {"_exit", "_current_frames", "_typeshed", "_replace", "_asdict", "_fields"}  # the standard library's
+# Documented names of the standard library.
+DOCUMENTED = {"_exit", "_current_frames", "_typeshed", "_replace", "_asdict", "_fields"}
 LIBRARY = re.compile(r"(torch|dist|ray|deepspeed|fsspec|wandb)\.(\w+\.)*_[A-Za-z]")
 KERNELS = f"{ROOT / 'pretrain' / 'model' / 'kernels'}/"
 WORD_LIST = "finetune/scores/common_words.txt"  # data
-AT_LEAST = ("test_asserts",)  # lower limits
+AT_LEAST = ("test_asserts",)  # values whose limits are minima
 _NOT_CODE = frozenset(
     {tokenize.COMMENT, tokenize.STRING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     | {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -81,7 +82,7 @@ def weight() -> dict[str, float]:
         "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
         **count(product),
     }
-    _nodes.cache_clear()  # of 0.4 GB
+    _nodes.cache_clear()  # frees 0.4 GB
     return figures
 
 
@@ -110,11 +111,11 @@ def files_that_know_an_objective() -> list[str]:
 def private_names_in_tests() -> list[str]:
     """Return `file:line: name` of every use in tests of a private name that the product defines.
 
-    Counted are imports, attributes, and strings with a name after a dot, or for `setattr`; also a private name of
-    another package, such as `torch._dynamo`, if the product defines the same one.
+    Imports, attributes, and strings with a name after a dot or in `setattr` are counted; so are private names of other
+    packages, such as `torch._dynamo`, if the product defines the same name.
     """
     names = {name for file in files_of(PRODUCT) for name in _defined(file) if re.match(r"_[A-Za-z]", name)}
-    names -= {"_replace", "_asdict"}  # of every NamedTuple, and public
+    names -= {"_replace", "_asdict"}  # documented methods of NamedTuple
     found = []
     for file in files_of(("tests",)):
         used = [(getattr(node, "lineno", 0), name) for node in _nodes(file) for name in _used(node)]
@@ -123,12 +124,12 @@ def private_names_in_tests() -> list[str]:
 
 
 def private_names() -> list[tuple[str, str]]:
-    """Return (owner, name) of other libraries' private names in the decision's table; owner is module or module:Class.
+    """Return (owner, name) of other libraries' private names in the table of decision 0158.
 
-    A name that ends in * counts once.
+    An owner is a module or module:Class. A name that ends in * counts once.
     """
     page = (ROOT / "docs/decisions/0158-private-names.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| `([\w.:]+)` \| `(\w+\*?)` \| .+ \|$", page, re.MULTILINE)
+    return re.findall(r"^\| `([\w.:]+)` \| `(\w+\*?)` \| .+ \|$", page, re.ALLOW_TABS_AND_NEWLINES)
 
 
 def unlisted_private_names() -> list[str]:
@@ -149,7 +150,7 @@ def unlisted_private_names() -> list[str]:
 
 
 def _dotted(node: Any) -> list[str]:
-    """Dotted names in a node, and names of keyword arguments."""
+    """Return dotted names in a node, and names of keyword arguments."""
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{one.name}" for one in node.names]
     if isinstance(node, ast.Import):
@@ -160,7 +161,7 @@ def _dotted(node: Any) -> list[str]:
 
 
 def _used(node: Any) -> list[str]:
-    """Names of other modules and objects in a node."""
+    """Return names from other modules or objects in a node."""
     if isinstance(node, ast.ImportFrom):
         return [one.name for one in node.names]
     if isinstance(node, ast.Attribute):
@@ -173,7 +174,7 @@ def _used(node: Any) -> list[str]:
 
 
 def _defined(file: Path) -> Iterator[str]:
-    """Functions, classes, variables and attributes of `self` that a file defines."""
+    """Yield the names of functions, classes, variables and attributes of `self` that a file defines."""
     for node in _nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -184,7 +185,7 @@ def _defined(file: Path) -> Iterator[str]:
 
 
 def _tracked(*patterns: str) -> list[Path]:
-    """The files of the repository; those of an unpacked archive are all there are."""
+    """Return the files that git tracks; in an unpacked archive, without git, all files."""
     listed = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout:
         return [file for pattern in patterns for file in ROOT.glob(f"**/{pattern}") if ".venv" not in file.parts]
@@ -241,14 +242,14 @@ def _command_line() -> dict[str, int]:
 
 
 def function_lengths(file: Path) -> Iterator[int]:
-    """The lines of each function, its docstring and comments included."""
+    """Yield the number of lines of each function, including docstring and comments."""
     for node in _nodes(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def _forward_pass() -> list[Path]:
-    """The files that BERT's forward pass and loss enter, in this order; kernels and what those call are left out."""
+    """Return the files that BERT's forward pass and loss enter, in order, without kernels and what they call."""
     from pretrain.config import ModelConfig
     from pretrain.model.heads import PretrainingModel
     from tests.batches_by_hand import make_batch
@@ -256,7 +257,7 @@ def _forward_pass() -> list[Path]:
     shape = ModelConfig(size="custom", layers=2, hidden=32, heads=4, max_positions=32)
     model, batch = PretrainingModel(shape, vocabulary_size=101), make_batch((7, 20))
     found: dict[str, None] = {}
-    kernels, room = 0, f"{ROOT / 'pretrain'}/"  # how many are on the stack
+    kernels, room = 0, f"{ROOT / 'pretrain'}/"  # number of kernels on the call stack; root of the files to note
 
     def note(frame: FrameType, event: str, _: object) -> None:
         nonlocal kernels
@@ -277,7 +278,7 @@ def _forward_pass() -> list[Path]:
 
 
 def _public_methods(file: Path, name: str) -> int:
-    """Those of a class, properties included."""
+    """Return the number of public methods of a class, including properties."""
     (owner,) = (
         node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
     )
@@ -286,7 +287,7 @@ def _public_methods(file: Path, name: str) -> int:
 
 
 def _settings(*configs: type[Any]) -> set[tuple[str, str]]:
-    """(section, setting) of these kinds of config. A section in several places counts once."""
+    """Return (section, setting) of each setting of these configs. A section in several places counts once."""
     found: set[tuple[str, str]] = set()
     waiting = list(configs)
     seen: set[type[Any]] = set()
@@ -305,7 +306,7 @@ def _settings(*configs: type[Any]) -> set[tuple[str, str]]:
 
 
 def _sections(annotation: Any) -> Iterator[type[Any]]:
-    """The sections in an annotation such as `tuple[PhaseConfig, ...] | None`."""
+    """Yield the sections in an annotation such as `tuple[PhaseConfig, ...] | None`."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         yield annotation
     for part in get_args(annotation):

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(answer: Callable[[str, Mapping[str, str]], tuple[Any, ...]]) -> Iterator[str]:
-    """Yield the URL of a server; `answer(path, headers)` returns status, JSON value and maybe the Hub's error code."""
+    """Yield the URL of a server; `answer(path, headers)` returns status, JSON value and, optionally, an error code."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

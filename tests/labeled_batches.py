@@ -15,7 +15,7 @@ LENGTHS = (1, 5, 18, 9)
 
 
 def make_batch(has_segments: bool, head: Head) -> LabeledBatch:
-    """Return windows of `LENGTHS`; the head reads the first token of each, or all tokens. Ids are below `ROWS`."""
+    """Return windows of `LENGTHS`; the head reads the first token of each, or all. Token ids are below `ROWS`."""
     starts = np.cumsum([0, *LENGTHS])
     seen = starts[:-1] if head == "sequence" else np.arange(starts[-1])
     labels = np.zeros((len(seen), 2), np.uint8) if head == "spans" else np.zeros(len(seen), np.int64)

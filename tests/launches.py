@@ -1,4 +1,4 @@
-"""Counts the kernels that would be launched on a GPU, using the meta device."""
+"""Counts the kernels that an optimizer step would launch on a GPU, using the meta device."""
 
 import math
 from collections import Counter
@@ -23,14 +23,14 @@ from pretrain.training.optim import (
 from tests.distributed import Alone, of_whole_tensors
 
 VOCABULARY = 30_522
-# Maximum tensors of a multi-tensor kernel, by the number of lists; it also takes at most 320 chunks of 2^16 entries
-# (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
+# Maximum number of tensors per multi-tensor kernel, for 1, 2, ... lists; a kernel also takes at most 320 chunks of 2^16
+# entries (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS, _CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 1 << 16
 _NO_KERNEL = {"empty", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view"}
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations by name, without views; operations on lists count once per launched kernel."""
+    """Counts operations by name, except views; operations on lists count once per launched kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
 
 
 def _of_lists(lists: list[Any]) -> int:
-    """Return the kernels of an operation on these lists: one per tensor if shapes at an index differ between lists."""
+    """Return the number of kernels for an operation on lists: one per tensor if shapes at an index differ."""
     first = lists[0]
     if any(x.shape != y.shape for other in lists[1:] for x, y in zip(first, other, strict=True)):
         return len(first)
@@ -64,7 +64,7 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
     """Count the launches of one optimizer step of BERT of this size on one worker.
 
     Args:
-        flat: one tensor of weights per group, as in ZeRO 1; otherwise separate parameters, as in stage 0.
+        flat: whether each group is one flat tensor, as in ZeRO-1, or has separate parameters, as in stage 0.
     """
     named = _parameters(size)
     optimizer = make_optimizer(settings, parameter_groups(named.items(), 0.01))

@@ -20,7 +20,7 @@ SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 
 
 def numbered(documents_by_shard, *, sources=None, weights=(1.0,)) -> TokenShards:
-    """Shards of documents given as lists of sentence lengths; token i of the corpus has id i + 5."""
+    """Return shards of documents, given as lists of sentence lengths; token i of the corpus has id i + 5."""
     first, shards = len(SPECIAL), []
     for number, documents in enumerate(documents_by_shard):
         written = []
@@ -46,7 +46,7 @@ def sampler(shards: TokenShards, length: int = 128, *, seed: int = 0, more=None,
 
 
 class Text:
-    """Where each numbered token stands: its document and its sentence."""
+    """The document, sentence and source of each numbered token."""
 
     def __init__(self, shards: TokenShards) -> None:
         document, sentence, source = ([np.full(5, -1)] for _ in range(3))
@@ -64,7 +64,7 @@ class Text:
 
 
 def times_read(shards: TokenShards, made: Sampler | SourceSamples, samples: np.ndarray) -> np.ndarray:
-    """How often samples read each token, in the order of the shards."""
+    """Return how often samples read each token, in the order of the shards."""
     counts = np.zeros(sum(len(shard.tokens) for shard in shards.shards) + 1, np.int64)
     bases = np.cumsum([0, *(len(shard.tokens) for shard in shards.shards)])
     plan = made.plan(samples)

@@ -1,4 +1,4 @@
-"""A real S3 server (moto, in a separate process) and a proxy that injects faults in front of any store, on loopback."""
+"""A real S3 server (moto, in a separate process), and a proxy that injects faults before any store, on loopback."""
 
 import contextlib
 import functools
@@ -35,10 +35,10 @@ _SERVE = (
     "print(server.server_port, flush=True)\n"
     "server.serve_forever()\n"
 )
-_SECRET = "ZW11bGF0b3I="  # base64 key of the Azurite account
+_SECRET = "ZW11bGF0b3I="  # key of the Azurite account, in base64
 _GOOGLE = "fake-gcs-server -scheme http -host 127.0.0.1 -public-host 127.0.0.1:{proxy} -backend filesystem"
 _AZURE = "azurite-blob --silent --skipApiVersionCheck --disableTelemetry --blobHost 127.0.0.1"
-# Stores that are not moto, by scheme: the client's package, and a program with its arguments.
+# Other stores than moto, as {scheme: (package of the client, command line of the server)}.
 STORES = {
     "gs": ("gcsfs", f"{_GOOGLE} -port {{port}} -external-url http://127.0.0.1:{{proxy}} -filesystem-root {{folder}}"),
     "az": ("adlfs", f"{_AZURE} --blobPort {{port}} --location {{folder}}"),
@@ -50,8 +50,9 @@ STORES = {
 class Fault:
     """A fault of the next `times` requests whose "METHOD path" matches `where`.
 
-    kind: `503`, `500` or `403` is answered; `drop` closes before the request is passed on; `lost` passes it on and
-    closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a moment.
+    kind: `503`, `500` and `403` are answered with this status; `drop` closes before the request is passed on; `lost`
+    passes it on, and closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a
+    moment.
     """
 
     kind: str
@@ -151,7 +152,7 @@ class FaultyProxy:
             return fault.kind
 
     def _pass_on(self, head: bytes, body: bytes) -> bytes:
-        """Return the server's whole answer; close the connection."""
+        """Send a request to the server, and return the complete answer."""
         head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)
         first, rest = head.split(b"\r\n", 1)
         with socket.create_connection(("127.0.0.1", self._target)) as server:

@@ -26,7 +26,7 @@ DOCSTRINGS = re.compile(r"(?:What|Whether|How)\b")
 
 
 def count(files: Iterable[Path]) -> dict[str, int]:
-    """Return the total of each phrase, by the name of its limit."""
+    """Return the number of matches of each phrase, by the name of its limit."""
     found = Counter(name for file in files for name, _, _ in odd_phrases(file))
     return {f"odd_{name}": found[name] for name in ("docstrings", "names", *PROSE)}
 
@@ -52,7 +52,7 @@ def odd_phrases(file: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _prose(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(first line, text) of strings, and of comments with those of the next lines."""
+    """Yield (first line, text) of strings and of blocks of comments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value

@@ -1,4 +1,4 @@
-"""Our models beside transformers' own classes with the same random weights: the largest differences, family by family.
+"""Compares our models with transformers' classes on the same random weights: largest differences, by model family.
 
 `python -m tests.parity` measures all of `SHAPES` in fp32 and prints the table of docs/benchmarks/parity.md; the tests
 measure the first shape.
@@ -32,7 +32,7 @@ ROWS = 101
 
 
 class Shape(NamedTuple):
-    """Sizes of a model and of a batch. Local layers look 4 tokens to each side."""
+    """Sizes of a model, and lengths of the sequences in a batch. Local layers attend to 4 tokens on each side."""
 
     layers: int
     hidden: int
@@ -47,7 +47,7 @@ ONNX_SHAPE = Shape(2, 16, 2, 24, (5, 9, 9, 20))  # the export takes half a minut
 
 
 def usual(shape: Shape, **more: Any) -> dict[str, Any]:
-    """Values of a configuration of transformers, as most families name them."""
+    """Return values for a config of transformers, with the names that most families use."""
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
     sizes = dict(zip(names, shape[:4], strict=True))
     return {"vocab_size": ROWS, **sizes, "max_position_embeddings": 66, "pad_token_id": 0, **more}
@@ -71,7 +71,7 @@ _DEBERTA: dict[str, Any] = {
 _DEBERTA_V2 = {"pos_att_type": "c2p", "norm_rel_ebd": "none", "share_att_key": False, "position_buckets": -1}
 _EURO = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
 _ALL_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
-# Name in the table -> (transformers' config class, its arguments).
+# {name in the table: (transformers' config class, function that returns its arguments)}
 FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
     "BERT": ("BertConfig", usual),
     "RoBERTa": ("RobertaConfig", lambda shape: usual(shape, type_vocab_size=1)),
@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
     "GTE": ("GteConfig", usual),
     "GTE without segments": ("GteConfig", lambda shape: usual(shape, type_vocab_size=0)),
 }
-# Further shapes, of which the table has no row.
+# Variants that are tested, but are not in the table.
 _BOTH_KINDS = ("full_attention", "sliding_attention")
 _OTHER_WINDOWS = {
     "local_attention": 6,
@@ -142,10 +142,10 @@ CLASSES = {
 
 
 def measure(family: str, shape: Shape, cells: tuple[str, ...] = (MLM, GRADIENTS, *HEADS, ONNX)) -> dict[str, float]:
-    """The largest difference of each cell, relative to the largest value if that exceeds 1.
+    """Return the largest difference of each cell, relative to the largest value if that exceeds 1.
 
-    A cell is missing if transformers has no such class. `ONNX` compares onnxruntime with transformers on the head of
-    sequences.
+    A cell is missing if transformers has no such class. `ONNX` compares onnxruntime with transformers for sequence
+    classification.
     """
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -158,21 +158,21 @@ def measure(family: str, shape: Shape, cells: tuple[str, ...] = (MLM, GRADIENTS,
 
 
 def measure_all(family: str) -> dict[str, float]:
-    """The largest difference of each cell over all shapes; ONNX over one."""
+    """Return the largest difference of each cell over all shapes; ONNX is measured on one shape."""
     found = [measure(family, shape, (MLM, GRADIENTS, *HEADS)) for shape in SHAPES]
     return {cell: max(one[cell] for one in found) for cell in found[0]} | measure(family, ONNX_SHAPE, (ONNX,))
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest value if that exceeds 1."""
+    """Return the largest difference, relative to the largest value if that exceeds 1."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
 
 
 def make_theirs(kind: str, family: str, shape: Shape) -> Any | None:
-    """A model of transformers all of whose parameters are random, so that no two could be swapped unseen.
+    """Return a model of transformers with only random parameters, so that swapped parameters would be noticed.
 
-    Their deviation keeps the activations' size: larger weights would only enlarge the rounding.
+    Their standard deviation preserves the size of activations: larger weights would only increase rounding errors.
     """
     import transformers
 
@@ -191,19 +191,19 @@ def make_theirs(kind: str, family: str, shape: Shape) -> Any | None:
 
 
 def read_back(model: Any, folder: Path) -> Released:
-    """The model as we read it from what transformers saves."""
+    """Save a model with transformers, and read it with our code."""
     model.save_pretrained(folder)
     return read_released(folder)
 
 
 def batch_for(released: Released, shape: Shape) -> MicroBatch:
-    """A batch of the shape's lengths; one segment if the model has no other."""
+    """Return a batch with the shape's lengths; all tokens are in one segment if the model has only one."""
     batch = make_batch(shape.lengths, ROWS)
     return batch if released.token_types == 2 else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
 
 
 def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
-    """What transformers' models take."""
+    """Return the arguments of transformers' models."""
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if released.token_types == 2 else [])]
     padded = pad(batch)
     return {name: padded[name] for name in names}
@@ -227,20 +227,20 @@ def _measure_mlm(family: str, shape: Shape, folder: Path) -> dict[str, float]:
 
 
 def mlm_model(released: Released) -> PretrainingModel:
-    """The model that is pretrained, with the head that the checkpoint has."""
+    """Return our pretraining model, with the head from the checkpoint."""
     model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
     model.load_state_dict({**released.backbone, **released.pretraining})
     return model
 
 
 def mlm_logits(released: Released, shape: Shape) -> Tensor:
-    """[K, V] at the masked tokens of the shape's batch."""
+    """Return the logits at the masked tokens of the shape's batch, [K, V]."""
     with torch.no_grad():
         return mlm_model(released).masked_logits(batch_for(released, shape))
 
 
 def _gradient_difference(model: PretrainingModel, theirs: Any, released: Released) -> float:
-    """The largest of all parameters: our gradients under their names."""
+    """Return the largest difference over the gradients of all parameters, by transformers' names."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     facts = read_config(released.config)
     if facts.token_types == 0:
@@ -252,7 +252,7 @@ def _gradient_difference(model: PretrainingModel, theirs: Any, released: Release
     bias = f"{facts.layout.decoder}.bias"
     if bias not in other:  # two names of one parameter
         ours.pop(bias, None)
-    for name in {*other} - {*ours}:  # torch lists a tied parameter by the name that it meets first
+    for name in {*other} - {*ours}:  # torch lists a tied parameter under the first of its names
         (ours[name],) = (ours[one] for one in facts.layout.names(facts.layout.tied_parameter(name, facts.model) or ""))
     return max(difference(ours[name], other[name]) for name in other)
 
@@ -278,7 +278,7 @@ def _measure_task(
 
 
 def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> Tensor:
-    """[R, C] of the padded encoder, which the ONNX export is made of."""
+    """Return the logits of the padded model from which the ONNX export is made, [R, C]."""
     model = PaddedModel(released, head).eval()
     with torch.no_grad():
         outputs = model(*(_given(inputs, name) for name in model.inputs))
@@ -288,7 +288,7 @@ def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> 
 
 
 def task_model(released: Released, head: Head, objective: Objective) -> TaskModel:
-    """The model that is trained, with the head that the checkpoint has."""
+    """Return our fine-tuning model, with the head from the checkpoint."""
     outputs = len(released.head["out_weight"])
     model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
     model.load_state_dict({**released.backbone, **{f"head.{name}": tensor for name, tensor in released.head.items()}})
@@ -296,12 +296,12 @@ def task_model(released: Released, head: Head, objective: Objective) -> TaskMode
 
 
 def task_shapes(released: Released, head: Head) -> dict[str, tuple[int, ...]]:
-    """The shapes of a task head's parameters, with 2 outputs."""
+    """Return the shapes of a task head's parameters, for 2 outputs."""
     return {p.name: p.shape for p in head_parameters(released.model, 2, released.task_head(head))}
 
 
 def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
-    """The same tokens with one window of each length; the head sees the first token of each, or all."""
+    """Return the tokens of `batch_for` as labeled windows; the head reads the first token of each, or all tokens."""
     batch = batch_for(released, shape)
     lengths = torch.tensor(shape.lengths)
     rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(int(lengths.sum()))
@@ -310,18 +310,18 @@ def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
     names = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
     return LabeledBatch(
         **{name: getattr(batch, name) for name in names},
-        rows=rows,
-        sequence=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
-        owners=windows,
+        query_positions=rows,
+        window_of_query=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
+        example_of_window=windows,
         examples=len(windows),
         labels=labels,
         weights=torch.ones(len(rows)),
-        query_rows=rows.numpy(),
+        query_indices=rows.numpy(),
     )
 
 
 def their_logits(theirs: Any, inputs: dict[str, Tensor], head: Head) -> Tensor:
-    """[R, C] of the rows that our head sees."""
+    """Return their logits at the tokens that our head reads, [R, C]."""
     output = theirs(**inputs)
     if head == "sequence":
         return output.logits

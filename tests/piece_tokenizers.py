@@ -1,7 +1,7 @@
-"""Small tokenizers like those of XLM-R, DeBERTa-v3 and mmBERT (Gemma's), with the parts of their tokenizer.json.
+"""Small tokenizers with the same parts in tokenizer.json as XLM-R, DeBERTa-v3 and mmBERT (Gemma's tokenizer).
 
-The character map is that of SentencePiece 0.2.3's rule `nmt_nfkc` (Apache License 2.0), which XLM-R's holds, too: a
-model that it trains has it as `normalizer_spec.precompiled_charsmap`.
+The character map is SentencePiece 0.2.3's rule `nmt_nfkc` (Apache License 2.0), which XLM-R uses, too: models trained
+by SentencePiece have it in `normalizer_spec.precompiled_charsmap`.
 """
 
 import functools
@@ -49,7 +49,7 @@ def character_map() -> normalizers.Normalizer:
 
 
 def _pieces(normalizer: normalizers.Normalizer, cut: Any) -> list[list[Any]]:
-    """Return [entry, score] of a trained Unigram."""
+    """Train a Unigram model, and return [entry, score] of each entry."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, cut
     trainer = trainers.UnigramTrainer(vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -118,7 +118,7 @@ def _mmbert() -> Tokenizer:
 
 
 def save_pieces(folder: Path, kind: PieceKind) -> Tokenizer:
-    """Write tokenizer.json and tokenizer_config.json as released; returns the tokenizer."""
+    """Write tokenizer.json and tokenizer_config.json as released, and return the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_pieces(kind)
     tokenizer.save(str(folder / "tokenizer.json"))

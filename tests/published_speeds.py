@@ -19,9 +19,9 @@ class Record:
     """A published training speed.
 
     Attributes:
-        published: sequences/s of one GPU, or tokens/s with `in_tokens`.
-        mean: mean tokens per sequence without padding, from the source or its data.
-        each: sequences per GPU and optimizer step; assumed if the source does not state it.
+        published: speed of one GPU in sequences/s, or in tokens/s if `in_tokens`.
+        mean: mean number of tokens per sequence without padding, from the source or its data.
+        each: number of sequences per GPU in an optimizer step; assumed if the source does not state it.
     """
 
     name: str
@@ -74,7 +74,7 @@ RECORDS = (
 
 
 def share(record: Record) -> float:
-    """Return the published speed as a share of the limit of the same step in bf16, also for FP8 records."""
+    """Return the published speed as a share of the roofline limit for the same step in bf16 (even for FP8 records)."""
     config = _config(record)
     objective = objective_of(config, _VOCABULARY[config.model.family])
     work = phase_work(config, config.phases[0], objective.vocabulary, record.mean)

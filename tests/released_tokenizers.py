@@ -1,4 +1,4 @@
-"""Small byte-level tokenizers like those of RoBERTa, ModernBERT and EuroBERT, and checkpoints with them."""
+"""Small byte-level tokenizers like RoBERTa's, ModernBERT's and EuroBERT's, and checkpoints with them."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ TEXT = (
     "The dog doesn't care. In 1999 they're all here, the cat sat on the mat!\n  def f(x):\n\treturn x + 1\n"
     "A caf\u00e9 is na\u00efve. \u6f22\u5b57 and \U0001f600 are here."
 )
-# meta-llama/Meta-Llama-3-8B tokenizer.json, which EuroBERT's repeats.
+# From meta-llama/Meta-Llama-3-8B, tokenizer.json; EuroBERT's is the same.
 _LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,4 +1,4 @@
-"""Training runs that are started, stopped and resumed in the processes of `tests.distributed`."""
+"""Starts, stops and resumes training runs in the processes of `tests.distributed`."""
 
 import json
 import threading
@@ -15,15 +15,15 @@ from pretrain.common.worker import TrainingRequest, Worker
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a training on every worker."""
+    """One start of a training run, on every worker."""
 
     config: dict[str, Any]
     resume: bool = False
-    stop_at: int = 0  # number of the step of this start in which a stop is requested
+    stop_at: int = 0  # a stop is requested in this step, counted from 1 at this start; 0: never
 
 
 def make_starts(main: Callable[[TrainingRequest, Worker], None], starts: Sequence[Start]) -> list[str]:
-    """Run the starts in order on this worker; return type and message of each error, or ''."""
+    """Run the starts in order on this worker; return the type and message of the error of each, or ""."""
     outcomes = []
     rank, size = dist.get_rank(), dist.get_world_size()
     for start in starts:
@@ -39,7 +39,7 @@ def make_starts(main: Callable[[TrainingRequest, Worker], None], starts: Sequenc
 
 
 def starts(requested: Sequence[Start]) -> list[str]:
-    """Run `make_starts` with pretraining."""
+    """Call `make_starts` for pretraining runs."""
     from pretrain.run import train
 
     return make_starts(train.main, requested)
@@ -48,7 +48,7 @@ def starts(requested: Sequence[Start]) -> list[str]:
 def pretraining(
     corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], /, **changes: Any
 ) -> dict[str, Any]:
-    """Return the config of an fp32 run that logs every step; phases are (length, sequences, steps)."""
+    """Return the config of an fp32 run that logs every step; phases are (length, sequences per step, steps)."""
     return with_changes(
         {
             "name": "trial",
@@ -69,7 +69,7 @@ def pretraining(
 
 
 def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Set `changes`, named section__key, in the nested dict `values`, which is returned."""
+    """Set `changes`, whose names are section__key, in the nested dict `values`, and return it."""
     for key, value in changes.items():
         *sections, last = key.split("__")
         section = values
@@ -94,13 +94,13 @@ def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
 
 @dataclass
 class _StopsAt(Worker):
-    """A worker for which a stop is requested in its `step`-th step."""
+    """A worker of which a stop is requested in its `step`-th step."""
 
     step: int = 0
     _calls: int = 0
 
     def stop_requested(self) -> bool:
-        if threading.current_thread() is not threading.main_thread():  # the watcher thread polls
+        if threading.current_thread() is not threading.main_thread():  # the watcher thread polls, too
             return False
         self._calls += 1
         return self._calls == self.step

@@ -16,7 +16,7 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int = 64, seed: int = 0) -> Path:
-    """A BertModel with random weights and a vocabulary of `WORDS` and letters."""
+    """Write a BertModel with random weights and a vocabulary of `WORDS` and letters."""
     import torch
     from transformers import BertConfig, BertModel
 
@@ -34,7 +34,7 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
 
 
 def make_roberta(folder: Path, bert: Path) -> Path:
-    """A RobertaModel with random weights, of the vocabulary and tokenizer of `bert`."""
+    """Write a RobertaModel with random weights, and the vocabulary and tokenizer of `bert`."""
     from transformers import RobertaConfig, RobertaModel
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -43,7 +43,7 @@ def make_roberta(folder: Path, bert: Path) -> Path:
 
 
 def make_distilbert(folder: Path, bert: Path) -> Path:
-    """A DistilBertModel with random weights, of the vocabulary and tokenizer of `bert`."""
+    """Write a DistilBertModel with random weights, and the vocabulary and tokenizer of `bert`."""
     from transformers import DistilBertConfig, DistilBertModel
 
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64}
@@ -61,7 +61,7 @@ def _with_tokenizer_of(bert: Path, folder: Path, model: Any, config: Any, **size
 
 
 def add_sentence_files(folder: Path, pooling: dict[str, Any], *further: str) -> Path:
-    """Write what sentence-transformers has beside an encoder: this pooling, and further modules."""
+    """Write the files that sentence-transformers adds to an encoder: for `pooling` and `further` modules."""
     kinds = ("Transformer", "Pooling", *further)
     modules = [{"idx": n, "path": f"{n}_{kind}" * (n > 0), "type": f"some.{kind}"} for n, kind in enumerate(kinds)]
     limit, prompts = {"max_seq_length": 32, "do_lower_case": False}, {"prompts": {"query": "the "}}
@@ -74,7 +74,7 @@ def add_sentence_files(folder: Path, pooling: dict[str, Any], *further: str) -> 
 
 
 def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
-    """Write a model as it was read, with changes of the arguments of `write_released`; return the folder."""
+    """Write a released model again, with changed arguments of `write_released`; return the folder."""
     from pretrain.checkpoint.released_writer import write_released
 
     names = ("family", "model", "backbone", "head", "config")
@@ -84,7 +84,7 @@ def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str,
 
 
 def write_reviews(folder: Path, *, train: int = 40, dev: int = 12) -> dict[str, str]:
-    """train.jsonl and dev.jsonl of sentences whose first adjective decides the label; their paths."""
+    """Write train.jsonl and dev.jsonl of sentences whose first adjective decides the label; return their paths."""
     import random
 
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Functions that Ray Tune runs in the tests of cluster.workers.trials; calls are recorded in the working directory."""
+"""Functions that Ray Tune runs in tests of cluster.workers.trials; they record their calls in the working directory."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pretrain.common.worker import TrainingRequest, Worker
 
 
 def trial(request: TrainingRequest, worker: Worker) -> None:
-    """Do what "do" in the config says: wait for another trial, be killed once, diverge, or have a bug."""
+    """Do what "do" in the config says: wait for another trial, be killed once, diverge, or raise another error."""
     config = request.config
     do, trace = config["do"], Path(f"starts-{config['name']}")
     before = trace.read_text().count("\n") if trace.exists() else 0

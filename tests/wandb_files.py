@@ -11,7 +11,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def history(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """Return (W&B's step, JSON of each value) of the rows in a .wandb file, which may be truncated within a record."""
+    """Return (W&B's step, {key: JSON}) of each row in a .wandb file, which may be truncated within a record."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     rows = []

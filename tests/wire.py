@@ -1,9 +1,9 @@
-"""The collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
+"""Counts the collectives of one optimizer step by ZeRO stage and number of ranks, to compare with the ZeRO paper.
 
-Also what a rank reads of a checkpoint to resume, and the collectives of a start and of a resume.
+Also counts the collectives of a start and of a resume, and the bytes that a rank reads of a checkpoint to resume.
 
-One process takes the part of rank 0 among ranks that do not exist: torch's fake process group returns at once and moves
-nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
+One process acts as rank 0 among ranks that do not exist: torch's fake process group returns at once and sends nothing.
+The calls that libraries make to torch's process group are counted, the last layer before NCCL or gloo.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from tests.batches_by_hand import make_batch
 
 RANKS = (8, 64, 256, 1024)
 _VOCABULARY = 30_522
-_LENGTHS = (7, 12, 20)  # tokens of a micro-batch: no collective depends on them
+_LENGTHS = (7, 12, 20)  # lengths of the sequences of a micro-batch; no collective depends on them
 _METHODS = ("reduce", "gather", "scatter", "broadcast", "alltoall", "all_to_all", "barrier", "send", "recv")
 
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_batches: int) -> float:
-    """Bytes that each of `workers` sends in one optimizer step; `width` is that of a gradient and of a weight.
+    """Return the bytes that each of `workers` sends in one optimizer step; `width` is the size of a gradient or weight.
 
     Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7, in its unit, a (workers - 1) / workers of all parameters:
     plain data parallelism reduces and gathers gradients (2); stages 1 and 2 reduce gradients and gather weights (2).
@@ -44,7 +44,7 @@ def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_b
 
 
 def listen(calls: list[Call]) -> None:
-    """Have every collective of this process, of all methods of a process group, noted in `calls`."""
+    """Record every collective of this process in `calls`, from all methods of process groups."""
     group = torch._C._distributed_c10d.ProcessGroup  # pyright: ignore[reportAttributeAccessIssue]
     for name in dir(group):
         if any(word in name for word in _METHODS):
@@ -62,7 +62,7 @@ def _noted(name: str, method: Callable[..., Any], calls: list[Call]) -> Callable
 
 
 def _sent_bytes(name: str, tensors: list[list[Tensor]], workers: int) -> float:
-    """What the best algorithm sends for a collective; whole is its largest argument."""
+    """Return the bytes that the best algorithm sends for a collective, from the size of its largest argument."""
     whole = max(sum(t.numel() * t.element_size() for t in argument) for argument in tensors)
     return whole * (2 if name.startswith("allreduce") else 1) * (workers - 1) / workers
 
@@ -74,7 +74,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def count(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
-    """The collectives of a step in bf16, as rank 0 of `ranks` that do not exist."""
+    """Return counts for a step in bf16, as rank 0 of `ranks` that do not exist."""
     found = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
     weights = [call for call in found.step if call.dtype == torch.bfloat16]
     sent = sum(call.sent for call in weights)
@@ -96,7 +96,7 @@ def count(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, An
 
 
 class _Counted(NamedTuple):
-    """The collectives of making the engine, of a step and of a resume, and the bytes that a rank then reads."""
+    """The collectives of creating the engine, of a step and of a resume, and the bytes that a rank reads to resume."""
 
     parameters: int
     start: list[Call]
@@ -106,7 +106,7 @@ class _Counted(NamedTuple):
 
 
 class _CountingReader:
-    """A checkpoint of zeros."""
+    """A reader of a checkpoint of zeros, which counts the bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -118,7 +118,7 @@ class _CountingReader:
 
 
 def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
-    """What rank 0 of a process group that exists takes part in."""
+    """Record the collectives of this process, whose process group must exist."""
     from pretrain.model.heads import PretrainingModel
     from tests.distributed import engine_of
 

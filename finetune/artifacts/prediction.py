@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.predictor import Predictor, read_records
-from finetune.training.rows import as_line, write_rows
+from finetune.training.rows import json_line, write_rows
 from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import check_outputs_differ, is_stream
@@ -98,7 +98,7 @@ def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
     """
     if out is None:
         for row in rows:
-            print(as_line(row), flush=True)
+            print(json_line(row), flush=True)
         return
     errors: list[InputError] = []
 

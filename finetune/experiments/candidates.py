@@ -1,4 +1,4 @@
-"""Candidates of a sweep: settings with their runs, ranked by the dev score."""
+"""Candidates of a sweep: combinations of settings with their runs, ranked by the dev score."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ class Candidate:
 
     base: FinetuneConfig  # the user's config
     point: GridPoint
-    runs: dict[int, Outcome | None]  # trial number -> outcome; None if unfinished
+    runs: dict[int, Outcome | None]  # index of a trial -> its outcome, or None if unfinished
 
     @cached_property
     def scores(self) -> dict[int, float]:
-        """{trial number: score} of the runs that have one."""
+        """Scores of the runs that have one, as {index of the trial: score}."""
         return {
-            number: outcome.score
-            for number, outcome in self.runs.items()
+            index: outcome.score
+            for index, outcome in self.runs.items()
             if outcome is not None and outcome.score is not None
         }
 
@@ -34,45 +34,45 @@ class Candidate:
 
     @property
     def best_run(self) -> int | None:
-        """Number of the run with the highest score, the first of equals; None without scores."""
-        return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
+        """Index of the trial with the highest score, the first if several have it; None without scores."""
+        return max(self.scores, key=lambda index: (self.scores[index], -index), default=None)
 
     @property
-    def failed(self) -> int:
+    def num_failed(self) -> int:
         """Number of failed runs."""
         return sum(outcome is not None and outcome.error is not None for outcome in self.runs.values())
 
     @property
     def is_complete(self) -> bool:
-        """True if repeating the command would run nothing."""
+        """True if no run would start or continue when the command is repeated."""
         return all(outcome is not None and outcome.is_final for outcome in self.runs.values())
 
 
 def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:
-    """Return the candidates of each of the user's configs, in the order of the trials."""
+    """Group the trials into candidates, and return the candidates of each of the user's configs, in order."""
     by_config: dict[Path, dict[str, Candidate]] = {}
-    for number, (trial, outcome) in enumerate(zip(trials, outcomes, strict=True)):
+    for index, (trial, outcome) in enumerate(zip(trials, outcomes, strict=True)):
         by_point = by_config.setdefault(trial.base.folder, {})
-        by_point.setdefault(trial.point.label, Candidate(trial.base, trial.point, {})).runs[number] = outcome
+        by_point.setdefault(trial.point.label, Candidate(trial.base, trial.point, {})).runs[index] = outcome
     return [list(by_point.values()) for by_point in by_config.values()]
 
 
 def rank(unranked: Iterable[Candidate]) -> list[Candidate]:
-    """Sort candidates by number of failed runs, then by mean, best first; no scores last. Ties keep their order."""
+    """Sort candidates: with scores first, then by fewest failed runs, then by highest mean. Ties keep their order."""
 
     def sort_key(candidate: Candidate) -> tuple[bool, int, float]:
         spread = candidate.spread
-        return spread is None, candidate.failed, -spread.mean if spread else 0.0
+        return spread is None, candidate.num_failed, -spread.mean if spread else 0.0
 
     return sorted(unranked, key=sort_key)
 
 
-def removable(group: Sequence[Candidate]) -> list[int]:
-    """Return the numbers of finished trials whose models are not needed any more, from the candidates of one config.
+def removable_trials(group: Sequence[Candidate]) -> list[int]:
+    """Return the indices of the finished trials whose models are no longer needed, for the candidates of one config.
 
-    The best run of every incomplete candidate is kept, and the best run of the leading complete one.
+    Models to keep are from the best run of each incomplete candidate and of the best complete one.
     """
-    leader = next((candidate for candidate in rank(group) if candidate.scores and candidate.is_complete), None)
-    kept = {candidate.best_run for candidate in group if candidate is leader or not candidate.is_complete}
-    finished = (number for candidate in group for number, outcome in candidate.runs.items() if outcome is not None)
-    return sorted(number for number in finished if number not in kept)
+    best = next((candidate for candidate in rank(group) if candidate.scores and candidate.is_complete), None)
+    kept = {candidate.best_run for candidate in group if candidate is best or not candidate.is_complete}
+    finished = (index for candidate in group for index, outcome in candidate.runs.items() if outcome is not None)
+    return sorted(index for index in finished if index not in kept)

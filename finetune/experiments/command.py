@@ -1,4 +1,4 @@
-"""The commands that fine-tune: one run, several seeds, grids, configs. Heavy modules are imported when one runs."""
+"""The commands `finetune` and `sweep`. Large libraries are imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def add_to(commands: Any) -> None:
 def _finetune(arguments: argparse.Namespace) -> None:
     from finetune.training import api, runs
 
-    several = "--seeds" if arguments.seeds is not None else "--folds" if arguments.folds > 1 else ""
+    option = "--seeds" if arguments.seeds is not None else "--folds" if arguments.folds > 1 else ""
     check_effects(
         {
-            "--parallel": (arguments.parallel, several, "without --seeds N or --folds K"),
-            "--resume": (arguments.resume, not several, f"with {several}: finished runs are kept, the others continue"),
+            "--parallel": (arguments.parallel, option, "without --seeds N or --folds K"),
+            "--resume": (arguments.resume, not option, f"with {option}: finished runs are kept, the others continue"),
         }
     )
-    if several:
+    if option:
         if arguments.no_ray or torchrun_rank():
-            raise InputError(f"{several}: several runs need Ray. Remove --no-ray, and do not use torchrun.")
+            raise InputError(f"{option}: several runs need Ray. Remove --no-ray, and do not use torchrun.")
         _run_several([arguments.config], arguments, {}, keep="all")
         return
     if arguments.dry_run:
@@ -81,8 +81,8 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
-    name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
-    grid, auto = parse_grid(name.removeprefix("auto"), arguments.grid_set), name == "auto"
+    grid_name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
+    grid, auto = parse_grid(grid_name.removeprefix("auto"), arguments.grid_set), grid_name == "auto"
     _run_several(arguments.config, arguments, grid, auto=auto, keep=arguments.keep, submission=arguments.submission)
 
 
@@ -92,9 +92,9 @@ def _run_several(
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    common = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
-    start = with_start(overrides(arguments), arguments.start_from)
-    run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **common, **options)
+    shared = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
+    all_overrides = with_start(overrides(arguments), arguments.start_from)
+    run_sweep(configs, all_overrides, grid, seeds=arguments.seeds or 1, **shared, **options)
 
 
 # ---------------------------------------------------------------- parsers
@@ -114,7 +114,7 @@ def _add_finetune(commands: Any) -> None:
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --folds 5""",
     )
     add_config(parser, _START)
-    _add_several(parser)
+    _add_several_runs(parser)
     add_run_options(parser)
 
 
@@ -131,52 +131,52 @@ def _add_sweep(commands: Any) -> None:
   ./launch.sh sweep configs/finetune/glue/* --from bert-base-uncased/ --seeds 5 --submission out/""",
     )
     add_config(parser, _START, several=True)
-    _add_several(parser)
+    _add_several_runs(parser)
     parser.add_argument(
         "--grid",
         choices=("auto", "devlin", "small-bert"),
-        help="auto: 9 points around the config's learning rate and epochs, these included (default for a single "
-        "config); or the grid of Devlin et al. 2019 (18 points), or of the smaller BERT models (20 points)",
+        help="auto: 9 points around the config's learning rate and epochs (default for a single config); devlin: the "
+        "18 points of Devlin et al. 2019; small-bert: the 20 points of the smaller BERT models",
     )
     parser.add_argument(
         "--grid-set",
         action="append",
         default=[],
         metavar="KEY=VALUE,VALUE",
-        help="values of one setting, added to --grid or replacing its values; may be repeated",
+        help="values of a setting, added to the grid or replacing its values; may be repeated",
     )
     parser.add_argument(
-        "--keep", choices=("best", "all"), default="best", help="models of each config to keep (default: best)"
+        "--keep", choices=("best", "all"), default="best", help="which models of each config to keep (default: best)"
     )
     parser.add_argument(
         "--submission",
         type=parse_path,
         metavar="DIR",
-        help="write gluebenchmark.com's files from the best run of each GLUE task",
+        help="write the files for gluebenchmark.com from the best run of each GLUE task",
     )
 
 
-def _add_several(parser: argparse.ArgumentParser) -> None:
+def _add_several_runs(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
     parser.add_argument(
         "--seeds",
         type=positive_int,
         metavar="N",
-        help="runs of each config, with seeds seed, seed + 1, ..., each in a separate folder (default: one run)",
+        help="number of runs per config, with seeds seed, seed + 1, ..., each in a separate folder (default: one run)",
     )
     parser.add_argument(
         "--folds",
         type=positive_int,
         default=1,
         metavar="K",
-        help="cross-validation: K runs, each scored on one part of the training set and trained on the rest; "
-        "prints mean and spread, writes folds.jsonl, and keeps no model",
+        help="cross-validation: K runs, each scored on one fold of the training set and trained on the rest; prints "
+        "mean and standard deviation, writes folds.jsonl, and keeps no model",
     )
     parser.add_argument(
         "--parallel",
         type=positive_int,
         default=0,
         metavar="N",
-        help="concurrent runs (default: one per GPU, or one per machine without GPUs)",
+        help="number of concurrent runs (default: one per GPU, or one per machine without GPUs)",
     )
     add_dry_run(parser, "print the plan, then exit")

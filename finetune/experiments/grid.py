@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfig
 from pretrain.common.errors import InputError
 
-_NO_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
+_NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # they differ in every run or in none
 # Settings of a task that define its scores: runs that differ in them cannot be compared.
 _SCORING = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
-"""{dotted name of a setting: its values in YAML}"""
+"""{dotted name of a setting: its values as YAML}"""
 
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One combination of settings in a sweep, as {dotted name: value in YAML}."""
+    """One combination of settings in a sweep, as {dotted name: value as YAML}."""
 
     settings: Mapping[str, str]
 
@@ -29,14 +29,14 @@ class GridPoint:
 
     @property
     def folder(self) -> str:
-        """Name of its folder, the same in every sweep over these settings."""
+        """Name of the point's folder, the same in every sweep over these settings."""
         parts = (f"{name.rpartition('.')[2]}-{value}" for name, value in self.settings.items())
-        return _plain("-".join(parts), keep=".")
+        return _slug("-".join(parts), keep=".")
 
     @property
     def name(self) -> str:
-        """The values only, for names of runs."""
-        return _plain("-".join(self.settings.values()))
+        """The values without their settings, for names of runs."""
+        return _slug("-".join(self.settings.values()))
 
     @property
     def overrides(self) -> list[str]:
@@ -45,35 +45,35 @@ class GridPoint:
 
 
 def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the published grid `name` (empty for none), replaced or extended by `axes`, "key=value,value" each."""
+    """Return the published grid `name` (empty for none), replaced or extended by `axes` such as "key=value,value"."""
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
-    for text in axes:
-        key, equals, written = text.partition("=")
-        values = [value.strip() for value in written.split(",")]
+    for axis in axes:
+        key, equals, joined = axis.partition("=")
+        values = [value.strip() for value in joined.split(",")]
         if not equals or not key.strip() or not all(values):
             raise InputError(
-                f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
+                f"--grid-set {axis}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
-        if key.strip().partition(".")[0] in _NO_AXES:
+        if key.strip().partition(".")[0] in _NOT_AXES:
             advice = f"Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else "Use --set, for all runs."
-            raise InputError(f"--grid-set {text}: cannot be an axis of a grid. {advice}")
+            raise InputError(f"--grid-set {axis}: cannot be an axis of a grid. {advice}")
         section, _, setting = key.strip().partition(".")
         if section in TASKS and (not setting or setting.partition(".")[0] in _SCORING):
             raise InputError(
-                f"--grid-set {text}: defines the scores, so runs could not be compared. Use --set, for all runs."
+                f"--grid-set {axis}: defines the scores, so runs could not be compared. Use --set, for all runs."
             )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
 
 
 def auto_grid(training: TrainingConfig) -> dict[str, list[str]]:
-    """Return learning rates and epochs around the values of a complete config (`FinetuneConfig.filled`)."""
+    """Return a grid of learning rates and epochs around the values of a complete config (`FinetuneConfig.filled`)."""
 
-    def scaled(value: float, low: float, high: float) -> list[str]:
+    def around(value: float, low: float, high: float) -> list[str]:
         return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
 
-    rates = {"training.learning_rate": scaled(training.learning_rate, 0.5, 2)}
-    return rates if training.steps else {**rates, "training.epochs": scaled(training.epochs, 2 / 3, 4 / 3)}
+    rates = {"training.learning_rate": around(training.learning_rate, 0.5, 2)}
+    return rates if training.steps else {**rates, "training.epochs": around(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
@@ -86,9 +86,9 @@ def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
 
 
 def expand(grid: Grid) -> list[GridPoint]:
-    """Return every combination, the last setting changing fastest."""
+    """Return the points of a grid; the last setting changes fastest."""
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 
-def _plain(text: str, keep: str = "") -> str:
+def _slug(text: str, keep: str = "") -> str:
     return re.sub(rf"[^a-z0-9{re.escape(keep)}]+", "-", text.lower()).strip("-.")

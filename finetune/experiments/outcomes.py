@@ -1,4 +1,4 @@
-"""Trials (each one of several fine-tunings), their outcomes, and statistics over outcomes."""
+"""Trials (the single fine-tunings of a command that runs several), their outcomes, and statistics of their scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Trial:
 
     label: str
     config: FinetuneConfig
-    base: FinetuneConfig  # the user's config, of which this is one of several runs
+    base: FinetuneConfig  # the user's config, from which `config` is derived
     point: GridPoint
 
 
@@ -27,12 +27,12 @@ class Outcome:
     """The result of a trial: scores, or the error."""
 
     metric: str = ""  # name of the score that chooses the checkpoint
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {set: {score: value}}
     error: RunError | None = None
     chosen_on: str = ""  # the set that chose the checkpoint, or the fold; trials are compared only on it
-    degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
+    degenerate: str = ""  # reason why a finished run counts as failed (`trials.degenerate`); "" if it does not
     data: str = ""  # digest of the training data and of all scored data
-    positive: str = ""  # with two classes: the class whose f1 is computed
+    positive: str = ""  # with two classes: the class that f1 is computed for
 
     @property
     def is_final(self) -> bool:
@@ -41,13 +41,13 @@ class Outcome:
 
     @property
     def score(self) -> float | None:
-        """`metric` on the set that chose the checkpoint; None for a failed run, or without such a set."""
+        """The `metric` on the set that chose the checkpoint; None for a failed run, or if no set chose it."""
         return self.scores.get(self.chosen_on, {}).get(self.metric)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Statistics of a score over runs; `deviation` is the sample's (n - 1), None for a single run."""
+    """Statistics of a score over runs; `deviation` is the sample standard deviation, None for a single run."""
 
     runs: int
     mean: float
@@ -65,7 +65,7 @@ class Spread:
 
 
 def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
-    """Return {set: {score: statistics over the outcomes that have it}}."""
+    """Return {set: {score: its statistics over the outcomes that have this score}}."""
     values: dict[str, dict[str, list[float]]] = {}
     for outcome in outcomes:
         for split, scores in (outcome.scores if outcome else {}).items():
@@ -79,11 +79,11 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
 
 
 def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """Return the error of a command if some runs failed: of the class that their errors share, else `MachineError`."""
+    """Return the error of a command if runs failed: of the class of their errors, or `MachineError` if these differ."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None
-    kinds = {type(error) for error in errors}
-    kind = kinds.pop() if len(kinds) == 1 else MachineError
-    number = f"{len(errors)} of {len(outcomes)} runs" if len(outcomes) > 1 else "the run"
-    return kind(f"{number} failed; the reasons are above. The same command runs them again, unless they diverged.")
+    classes = {type(error) for error in errors}
+    error_class = classes.pop() if len(classes) == 1 else MachineError
+    runs = f"{len(errors)} of {len(outcomes)} runs" if len(outcomes) > 1 else "the run"
+    return error_class(f"{runs} failed; the reasons are above. The same command runs them again, unless they diverged.")

@@ -18,11 +18,11 @@ from pretrain.common.wording import counted, score_title, shown_scores
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MAX_REMARK = 90  # characters of the reason why a run failed
+_MAX_REMARK = 90  # maximum length of the reason why a run failed
 
 
 def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
-    """Return summary.json: counts, statistics of every score, the settings, best first, and every run."""
+    """Return the content of summary.json: counts of runs, statistics of scores, settings (best first), every run."""
     return {
         "command": sys.argv[1:],
         "metric": next((outcome.metric for outcome in outcomes if outcome and outcome.metric), ""),
@@ -52,7 +52,7 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 
 
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
-    """Return numbers of runs: all, done with scores, failed, degenerate (included in done), still to run."""
+    """Count the runs: all, done with scores, failed, degenerate (which are also done), and still to run."""
     finished = [outcome for outcome in outcomes if outcome]
     failed = sum(outcome.error is not None for outcome in finished)
     return {
@@ -66,29 +66,29 @@ def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
 
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
     """Return a line such as `5 runs, 4 done, 1 failed`, with the other counts if they are not 0."""
-    number = _counts(outcomes)
-    line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
-    if number["degenerate"]:
-        line += f", {number['degenerate']} no better than the most frequent class"
-    return line + (f", {number['to_run']} to run" if number["to_run"] else "")
+    counts = _counts(outcomes)
+    line = f"{counted(counts['runs'], 'run')}, {counts['done']} done, {counts['failed']} failed"
+    if counts["degenerate"]:
+        line += f", {counts['degenerate']} no better than the most frequent class"
+    return line + (f", {counts['to_run']} to run" if counts["to_run"] else "")
 
 
 def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
-    """Return the candidates of each config, best first, with the ranking score; a single candidate with all scores."""
-    rows = [candidate for group in ranked for candidate in group]
-    statistics = ["mean", "std", "min", "max"] if any(len(row.runs) > 1 for row in rows) else ["value"]
-    names = ["config"] if len(ranked) > 1 else []
-    headings = [*names, *(axis.rpartition(".")[2] for axis in rows[0].point.settings), "score"]
-    table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
-    for candidate in rows:
+    """Return a table of the candidates with their ranking score, best first; a single candidate has all its scores."""
+    candidates = [candidate for group in ranked for candidate in group]
+    statistics = ["mean", "std", "min", "max"] if any(len(each.runs) > 1 for each in candidates) else ["value"]
+    first = ["config"] if len(ranked) > 1 else []
+    headings = [*first, *(axis.rpartition(".")[2] for axis in candidates[0].point.settings), "score"]
+    table, notes = _table([*headings, *statistics], num_left=len(headings)), list[str]()
+    for candidate in candidates:
         is_best = any(len(group) > 1 and group[0] is candidate for group in ranked)
-        chosen = [*([candidate.base.name] if names else []), *candidate.point.settings.values()]
+        settings = [*([candidate.base.name] if first else []), *candidate.point.settings.values()]
         if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
-            notes.append(f"{', '.join(chosen) or candidate.base.name}: {remarks}")
-        for heading, spread in _scores(candidate, show_all=len(rows) == 1):
+            notes.append(f"{', '.join(settings) or candidate.base.name}: {remarks}")
+        for heading, spread in _scores(candidate, show_all=len(candidates) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
-            table.add_row(*chosen, heading, *cells, style="bold" if spread and is_best else "")
+            table.add_row(*settings, heading, *cells, style="bold" if spread and is_best else "")
     table.caption, table.caption_justify = "\n".join(notes), "left"
     return table
 
@@ -104,7 +104,7 @@ def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
 
 
 def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
-    """Return the table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
+    """Return table 1 of the BERT paper (Devlin et al. 2019) with a new row: means over the runs of each task."""
     means = {
         task: {
             split: {score: spread.mean for score, spread in scores.items()}
@@ -116,8 +116,8 @@ def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
 
 
 def write_submission(best: Mapping[str, Path], folder: Path) -> None:
-    """Write the files for GLUE's site from the predictions of the test sets in each task's run folder."""
-    written = []
+    """Write the files for GLUE's site from each task's run folder, which has the predictions of its test sets."""
+    file_names = []
     for task, run in best.items():
         files = {split: run / PREDICTIONS / f"{split}.jsonl" for split in glue.TASKS[task].test}
         rows = {
@@ -125,23 +125,23 @@ def write_submission(best: Mapping[str, Path], folder: Path) -> None:
             for split, path in files.items()
             if path.is_file()
         }
-        written += [path.name for path in glue.write_submission(task, rows, folder)]
-    print(f"{folder}: {', '.join(written) or 'nothing, since there are no test sets'}")
+        file_names += [path.name for path in glue.write_submission(task, rows, folder)]
+    print(f"{folder}: {', '.join(file_names) or 'nothing, since there are no test sets'}")
     if missing := [task.title for name, task in glue.TASKS.items() if name not in best]:
         print(f"  GLUE's site needs all tasks; missing: {', '.join(missing)}")
 
 
 def _scores(candidate: Candidate, *, show_all: bool) -> Iterator[tuple[str, Spread | None]]:
-    """Yield (set and score, statistics) of the ranking score, or of every score."""
-    done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
-    if not show_all or not done.scores:
-        yield f"{done.chosen_on} {score_title(done.metric, done.positive)}".strip(), candidate.spread
+    """Yield (heading, statistics) of the ranking score or, with `show_all`, of every score."""
+    example = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
+    if not show_all or not example.scores:
+        yield f"{example.chosen_on} {score_title(example.metric, example.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.runs.values())
-    for split, scores in done.scores.items():
-        names = shown_scores(scores, done.metric)
-        for name in sorted(names, key=lambda score: score != done.metric):
-            yield f"{split} {score_title(name, done.positive)}", statistics.get(split, {}).get(name)
+    for split, scores in example.scores.items():
+        names = shown_scores(scores, example.metric)
+        for name in sorted(names, key=lambda score: score != example.metric):
+            yield f"{split} {score_title(name, example.positive)}", statistics.get(split, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:
@@ -152,14 +152,14 @@ def _remark(outcome: Outcome | None) -> str:
     return outcome.degenerate
 
 
-def _table(headings: Sequence[str], left: int) -> Table:
-    """Return an empty table whose first `left` columns are left-aligned."""
+def _table(headings: Sequence[str], num_left: int) -> Table:
+    """Return an empty table whose first `num_left` columns are left-aligned."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings[:left]:
+    for heading in headings[:num_left]:
         table.add_column(heading.replace("_", " "), overflow="fold")
-    for heading in headings[left:]:
+    for heading in headings[num_left:]:
         table.add_column(heading, justify="right", overflow="fold", min_width=len("-0.1234"))
     return table

@@ -1,4 +1,4 @@
-"""Several fine-tunings: configs, grids of settings and seeds."""
+"""Runs the fine-tunings of several configs, points of a grid, seeds and folds, and reports their scores."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.experiments.candidates import Candidate, candidates, rank, removable
+from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
 from finetune.experiments.grid import Grid, GridPoint, auto_grid, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import count_line, glue_best, glue_rows, score_table, summary, write_submission
@@ -26,7 +26,7 @@ from pretrain.common.wording import counted, print_table
 BEST = "best.yaml"
 FOLDS = "folds.jsonl"
 
-Plans = dict[str, runs.FinetunePlan]  # by the settings that affect their windows
+Plans = dict[str, runs.FinetunePlan]  # key: the settings that affect the windows of the data
 
 
 def run_sweep(
@@ -48,20 +48,20 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
-        auto: add `grid.auto_grid` of each config, for settings that `grid` does not name.
-        folds: K of a cross-validation, 1 for none: each run becomes K runs, no model is kept, and folds.jsonl has the
-            predictions of the best settings' first seed.
+        auto: whether to add `grid.auto_grid` of each config, except for settings that are in `grid`.
+        folds: number K of folds of a cross-validation; 1 for none. Each run becomes K runs, no model is kept, and
+            folds.jsonl gets the predictions of the best settings with the first seed.
         keep: "best" keeps only the model of each config's best run, "all" keeps the models of all runs.
-        submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
+        submission: folder for the files for gluebenchmark.com, from each GLUE task's best run.
 
-    Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
-    `InputError` if settings are to be compared without a held-out set.
+    Raises the errors of `trials.run_all`, `StoppedError` on a signal, an error at the end if runs failed, and
+    `InputError` if there is no held-out set to compare settings on.
     """
     plans: Plans = {}
-    trials = _read(paths, overrides, grid, seeds, folds, plans if auto else None)
+    trials = _read_trials(paths, overrides, grid, seeds, folds, plans if auto else None)
     configs = list({trial.base.folder: trial.base for trial in trials}.values())
     for config in configs:
-        plan = _plan([trial for trial in trials if trial.base is config], plans)
+        plan = _check_and_plan([trial for trial in trials if trial.base is config], plans)
         describe = runs.describe_start(config, plan)
         print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
@@ -69,10 +69,10 @@ def run_sweep(
         return
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
-        finished = [number for number, outcome in enumerate(outcomes) if outcome]
+        finished = [index for index, outcome in enumerate(outcomes) if outcome]
         for group in candidates(trials, outcomes) if keep == "best" or folds > 1 else ():
-            for number in finished if folds > 1 else removable(group):
-                shutil.rmtree(trials[number].config.folder / MODEL, ignore_errors=True)
+            for index in finished if folds > 1 else removable_trials(group):
+                shutil.rmtree(trials[index].config.folder / MODEL, ignore_errors=True)
 
     outcomes = run_all(configs, trials, parallel=parallel, on_result=remove_models)
     remove_models(outcomes)
@@ -93,8 +93,8 @@ def sweep_trials(
     """Return the trials of all points; the seeds and folds of a point are adjacent."""
     trials, folders = [], set()
     for point in points:
-        chosen = load_config(path, [*overrides, *point.overrides])
-        check_effect(chosen, point)
+        point_config = load_config(path, [*overrides, *point.overrides])
+        check_effect(point_config, point)
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
@@ -105,15 +105,15 @@ def sweep_trials(
             name = "-".join(filter(None, [point.name, f"seed-{seed}" if show_seed else "", suffix]))
             label = ", ".join(filter(None, [point.label, f"seed {seed}" if show_seed else "", fold and f"fold {fold}"]))
             folder = config.folder / point.folder / f"seed-{seed}" / suffix
-            run_config = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
+            run_config = trial_config(point_config, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
             trials.append(Trial(label, run_config, config, point))
     return trials
 
 
-def _read(
+def _read_trials(
     paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, folds: int, plans: Plans | None
 ) -> list[Trial]:
-    """Return the trials of all configs; with `plans`, also over the `auto_grid` of each."""
+    """Return the trials of all configs; with `plans`, the grid of each is extended by its `auto_grid`."""
     trials: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
@@ -127,10 +127,10 @@ def _read(
     return trials
 
 
-def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
-    """Check all trials of a config, and return the plan of the first one.
+def _check_and_plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
+    """Check all trials of a config, and return the plan of the first trial.
 
-    Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
+    Raises the errors of `runs.plan`, and `InputError` if there is no held-out set to choose the best settings on.
     """
     for config in (trial.config for trial in trials):
         plan = _cached_plan(trials[0].base, config, plans)
@@ -141,7 +141,7 @@ def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
 
 
 def _cached_plan(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
-    """Return the plan of a config derived from `base`. Data are read once for all configs with the same windows."""
+    """Return the plan of a config derived from `base`; configs with the same windows share one plan."""
     windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
     key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
     if key not in plans:
@@ -157,9 +157,9 @@ def _report(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], submiss
     print_table(score_table(ranked))
     for group in ranked:
         config, best = group[0].base, group[0]
-        numbers = sorted(number for candidate in group for number in candidate.runs)
-        results = [outcomes[number] for number in numbers]
-        values = summary([trials[number] for number in numbers], results, group)
+        indices = sorted(index for candidate in group for index in candidate.runs)
+        results = [outcomes[index] for index in indices]
+        values = summary([trials[index] for index in indices], results, group)
         write_json(config.folder / SUMMARY, {**values, "glue": table})
         print(f"{config.folder / SUMMARY}: {count_line(results)}")
         if best.point.settings and best.best_run is not None:
@@ -168,30 +168,30 @@ def _report(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], submiss
         print(f"\n{glue.format_table(table)}")
     if submission is not None and None not in outcomes:
         best_runs = {task: leader.best_run for task, leader in leaders.items() if leader.best_run is not None}
-        write_submission({task: trials[number].config.folder for task, number in best_runs.items()}, submission)
+        write_submission({task: trials[index].config.folder for task, index in best_runs.items()}, submission)
 
 
 def _write_folds(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
-    """Write folds.jsonl into each config's folder, in the order of its training set."""
+    """Write the predictions of all folds to folds.jsonl in each config's folder, in the order of its training set."""
     for group in candidates(trials, outcomes):
         best, config = rank(group)[0], group[0].base
-        files = [trials[number].config.folder / PREDICTIONS / "fold.jsonl" for number in list(best.runs)[:count]]
+        files = [trials[index].config.folder / PREDICTIONS / "fold.jsonl" for index in list(best.runs)[:count]]
         if not all(path.is_file() for path in files):
             continue
         task = config.make_task()
         lines = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
-        numbers = task.folds(task.read_train(), count)
-        rows = ({"fold": number + 1, **json.loads(next(lines[number]))} for number in numbers)
+        folds = task.folds(task.read_train(), count)  # index of each example's fold
+        rows = ({"fold": fold + 1, **json.loads(next(lines[fold]))} for fold in folds)
         written = write_rows(config.folder / FOLDS, rows)
         print(f"{config.folder / FOLDS}: {counted(written, 'prediction')}, each by a run not trained on the example")
 
 
 def _write_best(candidate: Candidate, run: FinetuneConfig) -> None:
-    """Write best.yaml, a config of the best settings, and print the path of their best run's model."""
+    """Write best.yaml, a config with the settings of the candidate, and print the path of the best run's model."""
     config = candidate.base
-    common = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
+    restored = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
     with atomic_open(config.folder / BEST, "w") as file:
-        file.write(dump(run.model_copy(update={**common, "fold": ""})))
+        file.write(dump(run.model_copy(update={**restored, "fold": ""})))
     print(f"best: {candidate.point.label}; written to {config.folder / BEST}")
     if (run.folder / MODEL).is_dir():
         print(f"{run.folder / MODEL}: the best of its runs. {runs.next_command(run)}")

@@ -1,7 +1,7 @@
-"""Several fine-tunings of one command: find the finished ones, run the others, and return all outcomes.
+"""Runs the trials of one command: finds the finished ones, runs the others, and returns all outcomes.
 
-Each has a run folder below its config's folder, which shows its state: a finished run is not repeated, nor a diverged
-one, since it would diverge again; any other run continues from its checkpoint.
+Each trial has a run folder below its config's folder, which shows its state: finished runs are not repeated, nor are
+diverged ones, since they would diverge again; all other runs continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pretrain.run import preflight
 
 
 def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
-    """Return `config` as one of several runs: with a separate name, W&B id, folder and seed, in a common W&B group.
+    """Return the config of one of several runs, with a separate name, W&B id, folder and seed, and a common W&B group.
 
     Args:
-        label: distinguishes it from the other runs; consists of a-z, 0-9 and '-'.
+        label: suffix that distinguishes the run from the others; consists of a-z, 0-9 and '-'.
     """
     tracking = config.tracking
     wandb_names = {
@@ -66,11 +66,11 @@ def run_all(
 ) -> list[Outcome | None]:
     """Run the unfinished trials, and print a line for each result. After a stop, missing outcomes are None.
 
-    The trials are from all `configs`. The first config's folder has Ray's log and the stop file. `on_result` is called
-    with all outcomes after each trial. `parallel` is as in `cluster.workers.trials.run_trials`.
+    The trials belong to `configs`. Ray's log and the stop file are in the folder of the first config. `on_result` is
+    called with all outcomes after each trial. `parallel` is passed on to `cluster.workers.trials.run_trials`.
 
     Raises:
-        InputError: a run folder has a run with other settings or data, or another process uses the folders.
+        InputError: a run folder has a run with other settings or data, or is in use by another process.
         MachineError: Ray cannot start, or has too little capacity.
     """
     expect("several fine-tunings", "deepspeed", "ray")
@@ -82,9 +82,9 @@ def run_all(
         trials = with_one_precision(configs[0], trials)
         outcomes = [read_outcome(trial) for trial in trials]
         check_data(trials, outcomes)
-        pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
-        for number in pending:
-            _prepare(trials[number].config)
+        pending = [index for index, outcome in enumerate(outcomes) if outcome is None]
+        for index in pending:
+            _prepare(trials[index].config)
         if pending:
             _run(configs[0], trials, outcomes, pending, parallel, on_result)
     return outcomes
@@ -131,10 +131,10 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
     if not any(trial.config.engine.precision == "auto" for trial in started):
         return started
     pairs = zip(started, trials, strict=True)
-    resolved = (trial.config.engine for trial, before in pairs if trial.config.engine != before.config.engine)
+    resolved = (trial.config.engine for trial, old in pairs if trial.config.engine != old.config.engine)
     chosen: Precision | None = next((engine.resolved_precision for engine in resolved), None)
     if chosen is None:
-        if config.scheduling.address:  # other machines train
+        if config.scheduling.address:  # training runs on other machines
             return started
         chosen = choose_local_precision().precision
     return [
@@ -156,13 +156,13 @@ def read_outcome(trial: Trial) -> Outcome | None:
         (folder / SCORES).is_file() and not (folder / "checkpoints").exists()
     )
     if (folder / FAILED).is_file():
-        outcome = Outcome(error=DivergedError(*_read(folder / FAILED, "message")))
+        outcome = Outcome(error=DivergedError(*_read_values(folder / FAILED, "message")))
     elif finished:
         names = ("metric", "scores", "chosen_on", "details", "data")
-        metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
+        metric, scores, chosen_on, details, data = _read_values(folder / SCORES, *names)
         positive = next(iter(details.values()), {}).get("positive", "")
-        failed, chosen_on = degenerate(details), "fold" if trial.config.fold else chosen_on
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=failed, data=data, positive=positive)
+        reason, chosen_on = degenerate(details), "fold" if trial.config.fold else chosen_on
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data=data, positive=positive)
     else:
         return None
     runs.check_same(trial.config, finished=True)
@@ -170,17 +170,17 @@ def read_outcome(trial: Trial) -> Outcome | None:
 
 
 def degenerate(details: dict[str, Any]) -> str:
-    """Return why a run failed as defined by Mosbach et al. 2021, section 3, from the details of its sets; "" if not.
+    """Return why a finished run counts as failed (Mosbach et al. 2021, section 3); "" if it does not.
 
-    A single-label classifier fails if its accuracy on the first held-out set is not above the share of the most
-    frequent class.
+    `details` is {set: details}. A single-label classifier has failed if its accuracy on the first held-out set is not
+    above the share of the most frequent class.
     """
     confusion = next(iter(details.values()), {}).get("confusion")
     if not confusion:
         return ""
     counts: list[list[int]] = confusion["counts"]  # [true][predicted]
-    correct = sum(row[number] for number, row in enumerate(counts))
-    majority = max(range(len(counts)), key=lambda number: sum(counts[number]))
+    correct = sum(row[label] for label, row in enumerate(counts))
+    majority = max(range(len(counts)), key=lambda label: sum(counts[label]))
     if correct > sum(counts[majority]):
         return ""
     share = sum(counts[majority]) / sum(map(sum, counts))
@@ -188,7 +188,7 @@ def degenerate(details: dict[str, Any]) -> str:
 
 
 def outcome_line(label: str, outcome: Outcome) -> str:
-    """Return the score of a run, or the reason why it failed."""
+    """Return a line with the score of a run, or the reason why it failed."""
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
     title = f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)}"
@@ -210,11 +210,11 @@ def _run(
 
     def poll(results: dict[int, RunError | None]) -> None:
         nonlocal stopping
-        for number, error in ((pending[index], error) for index, error in results.items()):
+        for index, error in ((pending[position], error) for position, error in results.items()):
             if not isinstance(error, StoppedError):
-                outcome = outcomes[number] = _finish(trials[number], error)
+                outcome = outcomes[index] = _record_outcome(trials[index], error)
                 count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
-                print(f"  {count}  {outcome_line(trials[number].label, outcome)}", flush=True)
+                print(f"  {count}  {outcome_line(trials[index].label, outcome)}", flush=True)
                 on_result(outcomes)
         if not stopping and stop_file.exists():
             stopping = True
@@ -225,7 +225,7 @@ def _run(
     with contextlib.suppress(StoppedError):
         run_trials(
             "finetune.training.train:main",
-            [_request(trials[number].config) for number in pending],
+            [_request(trials[index].config) for index in pending],
             name=config.name,
             run_dir=config.folder,
             poll=poll,
@@ -234,14 +234,14 @@ def _run(
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        poll({index: None for index, number in enumerate(pending) if outcomes[number] is None})  # not reported by Ray
+        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})  # unreported ends
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:
     return TrialRequest(config.folder, TrainingRequest(config.model_dump(mode="json"), resume=True))
 
 
-def _finish(trial: Trial, error: RunError | None) -> Outcome:
+def _record_outcome(trial: Trial, error: RunError | None) -> Outcome:
     if isinstance(error, DivergedError):
         write_json(trial.config.folder / FAILED, {"message": str(error)})
     if error is None and (outcome := read_outcome(trial)):
@@ -250,7 +250,7 @@ def _finish(trial: Trial, error: RunError | None) -> Outcome:
 
 
 def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
-    """Raise `InputError` if data files of finished runs have changed since, so that scores are not comparable."""
+    """Raise `InputError` if the data of a finished run have changed since, so that scores are not comparable."""
     digests: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data:
@@ -266,8 +266,8 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
             )
 
 
-def _read(path: Path, *names: str) -> list[Any]:
-    """Read the values of these keys from a JSON object."""
+def _read_values(path: Path, *names: str) -> list[Any]:
+    """Read the values of these keys from a JSON file."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         return [saved[name] for name in names]

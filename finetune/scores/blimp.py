@@ -1,4 +1,4 @@
-"""BLiMP: the preference for the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
+"""BLiMP: how often a model prefers the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
 
 A sentence is scored by its pseudo-log-likelihood (Salazar et al. 2020, "Masked Language Model Scoring", section 2.1):
 each token is masked separately, and the log probabilities of the true tokens are summed, without special tokens. A pair
@@ -18,17 +18,17 @@ from finetune.scores.masked_model import Advance, MaskedModel, MaskedSequence, p
 from pretrain.common.errors import InputError
 
 NAME = "blimp"  # name of the score
-_KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
-MAX_TOKENS = 1 << 18  # tokens of masked copies in memory at a time
+_KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # keys of each JSON line
+MAX_TOKENS = 1 << 18  # the masked copies of a batch may exceed this by one sentence
 
 
 @dataclass(frozen=True)
 class Paradigm:
-    """The pairs of one file.
+    """The sentence pairs of one file, which test one grammatical contrast.
 
     Attributes:
         name: UID of the paradigm, such as `causative`.
-        phenomenon: `linguistics_term`, such as `argument_structure`.
+        phenomenon: its `linguistics_term`, such as `argument_structure`.
         pairs: (acceptable, unacceptable) sentences.
     """
 
@@ -39,7 +39,7 @@ class Paradigm:
 
 @dataclass(frozen=True)
 class ParadigmScore:
-    """Number of pairs of a paradigm, and how many of them a model gets right."""
+    """Number of pairs of a paradigm, and number of pairs that a model gets right."""
 
     phenomenon: str
     pairs: int
@@ -83,15 +83,15 @@ def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore
     with progress_bar("BLiMP, sentences", sum(2 * len(paradigm.pairs) for paradigm in paradigms)) as advance:
         scores = {}
         for paradigm in paradigms:
-            right = right_pairs(model, paradigm.pairs, advance)
+            right = count_right_pairs(model, paradigm.pairs, advance)
             scores[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
         return BlimpScore(scores)
 
 
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
-    """Read the paradigms in the .jsonl files of a folder, with their first `limit` pairs (0: all).
+    """Read the paradigms in the .jsonl files of a folder, each with its first `limit` pairs (0: all).
 
-    Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two files have one.
+    Raises `InputError` if there are none, a line is not a BLiMP pair, a file has several UIDs, or two files share one.
     """
     files = sorted(data.glob("*.jsonl"))
     if not files:
@@ -107,24 +107,24 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
-    names: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()  # (UID, linguistics term)
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode())
-                good, bad, *name = (row[key] for key in _KEYS)
-                if not all(isinstance(value, str) and value for value in (good, bad, *name)):
+                good, bad, uid, term = (row[key] for key in _KEYS)
+                if not all(isinstance(value, str) and value for value in (good, bad, uid, term)):
                     raise TypeError("a value is not text")
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"{file}: line {number} is not a pair of BLiMP ({type(error).__name__}: {error}). Expected JSON "
-                    f"in UTF-8 with {', '.join(_KEYS)}."
+                    f"{file}: line {line_number} is not a BLiMP pair ({type(error).__name__}: {error}). Expected JSON "
+                    f"in UTF-8 with the keys {', '.join(_KEYS)}."
                 ) from None
-            names.add((name[0], name[1]))
+            names.add((uid, term))
             if len(names) > 1:
-                raise InputError(f"{file}: line {number} is of another paradigm. Give a file for each UID.")
+                raise InputError(f"{file}: line {line_number} has another UID or term. Give one file for each UID.")
             pairs.append((good, bad))
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")
@@ -134,40 +134,40 @@ def _read_paradigm(file: Path, limit: int) -> Paradigm:
 def pseudo_log_likelihoods(
     model: MaskedModel, sentences: Sequence[str], advance: Advance = lambda count: None
 ) -> np.ndarray:
-    """Return float64 [len(sentences)], in nats. Sentences with equal tokens are computed once and score the same.
+    """Return the score of each sentence in nats, float64 [len(sentences)]. Equal token sequences are scored once.
 
     Raises `InputError` if a sentence has more tokens than the model has positions.
     """
     encoded = [model.encode(sentence) for sentence in sentences]
-    distinct: dict[bytes, int] = {}
-    numbers = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
-    first = {number: index for index, number in reversed(list(enumerate(numbers)))}
-    copies = [_masked_copies(model, *encoded[first[number]], sentences[first[number]]) for number in range(len(first))]
-    sizes = [len(group) for group in copies]
-    scores = np.zeros(len(first))
-    for start, end in _batches(copies):
-        predictions = model.predict([copy for group in copies[start:end] for copy in group])
-        owner = np.repeat(np.arange(start, end), sizes[start:end])
-        np.add.at(scores, owner, predictions.log_probabilities)
-        advance(sum(start <= number < end for number in numbers))
-    return scores[numbers]
+    distinct: dict[bytes, int] = {}  # token ids -> index among the distinct sequences
+    indices = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
+    first_with = {index: position for position, index in reversed(list(enumerate(indices)))}
+    copies = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_with.items())]
+    num_copies = [len(group) for group in copies]
+    scores = np.zeros(len(copies))
+    for start, stop in _batches(copies):
+        predictions = model.predict([copy for group in copies[start:stop] for copy in group])
+        index_of_copy = np.repeat(np.arange(start, stop), num_copies[start:stop])
+        np.add.at(scores, index_of_copy, predictions.log_probabilities)
+        advance(sum(start <= index < stop for index in indices))
+    return scores[indices]
 
 
-def right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
+def count_right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
     """Count the pairs whose first sentence, the acceptable one, scores higher."""
     scores = pseudo_log_likelihoods(model, [sentence for pair in pairs for sentence in pair], advance)
     return int((scores[::2] > scores[1::2]).sum())
 
 
-def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, sentence: str) -> list[MaskedSequence]:
-    """Return a copy of the sentence for each of its tokens, in which this token is masked."""
+def _masked_copies(model: MaskedModel, ids: np.ndarray, is_content: np.ndarray, sentence: str) -> list[MaskedSequence]:
+    """Return, for each token of the sentence, a copy in which only that token is masked."""
     if len(ids) > model.max_positions:
         raise InputError(
             f"a sentence has {len(ids)} tokens, but the model has {model.max_positions} positions: {sentence[:60]!r}. "
             "Remove it."
         )
     copies = []
-    for position in np.flatnonzero(ordinary):
+    for position in np.flatnonzero(is_content):
         masked = ids.copy()
         masked[position] = model.mask_id
         copies.append(MaskedSequence(masked, np.array([position]), ids[position : position + 1]))
@@ -175,13 +175,13 @@ def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, se
 
 
 def _batches(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
-    """Yield (first sentence, index after the last) of the batches to compute."""
+    """Yield the batches to compute, as (start, stop) indices into `copies`."""
     start = tokens = 0
-    for number, group in enumerate(copies):
+    for index, group in enumerate(copies):
         tokens += sum(len(copy.ids) for copy in group)
         if tokens > MAX_TOKENS:
-            yield start, number + 1
-            start, tokens = number + 1, 0
+            yield start, index + 1
+            start, tokens = index + 1, 0
     if start < len(copies):
         yield start, len(copies)
 

@@ -1,4 +1,4 @@
-"""The command `evaluate-pretrained`: compute the requested scores one after another, then a table and a page."""
+"""The command `evaluate-pretrained`: computes the requested scores, then prints a table and writes an HTML page."""
 
 import argparse
 import re
@@ -33,17 +33,17 @@ def run(arguments: argparse.Namespace) -> None:
         follow(arguments.model, lambda folder: _measure(folder, read_released(folder), arguments), arguments.pid)
         return
     out, released = arguments.out, read_released(arguments.model)
-    model, models = _identity(arguments, released), list[dict[str, Any]]()
-    check_model(out, model)
+    description, models = _describe(arguments, released), list[dict[str, Any]]()
+    check_model(out, description)
     for score_name, result in _measure(arguments.model, released, arguments):
-        models = write_scores(out, model, {score_name: result})
+        models = write_scores(out, description, {score_name: result})
     page = write_scores_page(models, out / PAGE)
     print_table(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 
 
 def _measure(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each result as soon as it is measured: (name of the score, {"how": settings, "scores"})."""
+    """Yield (name of the score, {"how": settings, "scores": values}) as soon as each score is computed."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
     model = MaskedModel(folder, arguments.precision, released)
@@ -58,8 +58,8 @@ def _measure(folder: Path, released: Released, arguments: argparse.Namespace) ->
             yield blimp.NAME, {"how": how, "scores": blimp_score(model, paradigms).as_data()}
 
 
-def _identity(arguments: argparse.Namespace, released: Released) -> dict[str, Any]:
-    """Return the description of the model in the results."""
+def _describe(arguments: argparse.Namespace, released: Released) -> dict[str, Any]:
+    """Return the description of the model for scores.json."""
     folder, shape = arguments.model, released.model
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")
     if not name:

@@ -25,24 +25,24 @@ from pretrain.common.files import append_open, checkpoint_names, disk_errors, lo
 from pretrain.common.records import drop_records_after, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
-# Called with an exported checkpoint; yields the name of each score and its result, as soon as it is measured.
+# A function of the folder of an exported checkpoint; yields (name of a score, result) as each score is computed.
 Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
-_FOLDER = "probes"  # in the run folder: contains the lock, and the export to score
-_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5
-# Name of a score -> its field that is written to probes.jsonl (`pretrain.tracking.events`).
+_FOLDER = "probes"  # subfolder of the run for the lock and the exported checkpoint
+_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5  # between checks for a new checkpoint, and for the end of a process
+# Name of a score -> the field of its result that is written to probes.jsonl (read by `pretrain.tracking.events`).
 _FIELDS = {common_words.NAME: "bits", whole_words.NAME: "lower", held_out.NAME: "nats_per_token", blimp.NAME: "overall"}
 
 logger = logging.getLogger(__name__)
 
 
 def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
-    """Score each latest due checkpoint until the run's last one is scored, or the process `pid` exits.
+    """Score the latest checkpoint whenever it is due, until the run's last one is scored or the process `pid` exits.
 
-    Raises `InputError` if `run` is not a run folder, or another process follows it; with `pid`, waits for that process.
+    Raises `InputError` if `run` is not a run folder. If another process follows it, waits with `pid`, else raises, too.
     """
     if pid is not None:
-        threading.Thread(target=_exit_with, args=[pid], name="pid", daemon=True).start()
+        threading.Thread(target=_exit_after, args=[pid], name="pid", daemon=True).start()
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
     refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
@@ -60,8 +60,8 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
             time.sleep(0 if is_last else _POLL_SECONDS)
 
 
-def _exit_with(pid: int) -> None:
-    """Exit this process as soon as the process `pid` has exited, whatever this process is doing."""
+def _exit_after(pid: int) -> None:
+    """Wait until the process `pid` has exited, then exit this process, whatever its other threads are doing."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -75,12 +75,12 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     Raises a `RunError` or an `OSError` if the checkpoint is removed first.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
-    config, last = state["config"], max((record["step"] for record in read_records(run, PROBES)), default=0)
+    config, last_scored = state["config"], max((record["step"] for record in read_records(run, PROBES)), default=0)
     interval = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
-    # A checkpoint may have an older config: a fork's first checkpoint has its parent's, an extended run's the shorter.
+    # The checkpoint's config may have other phases: its parent's if the run is a fork, fewer steps if it was extended.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
-    is_last, num_due = step >= sum(phase["steps"] for phase in phases), step // interval - last // interval
-    if step > last and (num_due or is_last):
+    is_last, num_due = step >= sum(phase["steps"] for phase in phases), step // interval - last_scored // interval
+    if step > last_scored and (num_due or is_last):
         averaged = state.get("averaged") or 0
         _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, num_due - 1)})
     return is_last

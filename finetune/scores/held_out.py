@@ -1,13 +1,13 @@
 """Masked-language-modeling quality of a checkpoint on held-out plain text, comparable within one vocabulary.
 
-White space is normalized to single spaces. A document's tokens are cut into sequences of equal length, and each is
-masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
-10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
-characters run from the previous token's end to its end, so each character, including spaces between words, belongs to
-exactly one token. Even so, they are not comparable between vocabularies: the other tokens of a word stay visible, so
-smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
+White space is normalized to single spaces. A document's tokens are cut into sequences of equal length, which are masked
+as in pretraining (Devlin et al. 2019, section 3.1): 15 % of the tokens are chosen; 80 % of these become the mask token,
+10 % a random one. Bits per character are the bits of the chosen tokens divided by their characters: a token's
+characters run from the end of the previous token to its end, so each character, including spaces between words,
+belongs to exactly one token. Even so, they are not comparable between vocabularies: the other tokens of a word stay
+visible, so smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
 
-Shape letters: L tokens of a sequence or a document.
+Shape letters: L tokens in a sequence or a document.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from finetune.scores.masked_model import MaskedModel, MaskedSequence, frame, progress_bar
+from finetune.scores.masked_model import MaskedModel, MaskedSequence, enclosing_ids, progress_bar
 from pretrain.batches.masking import Masker, ordinary_ids
 from pretrain.batches.order import draw
 from pretrain.batches.plan import Rows
@@ -41,9 +41,9 @@ class HeldOutSettings:
     """Settings for cutting and masking documents.
 
     Attributes:
-        length: maximum tokens of a sequence, special tokens included.
+        length: maximum number of tokens in a sequence, special tokens included.
         share: share of a sequence's tokens to predict.
-        seed: seed of the masks, which depend only on it and on the document.
+        seed: seed of the masks, which depend only on the seed and the document.
     """
 
     length: int = 128
@@ -60,10 +60,10 @@ class HeldOutScore:
         accuracy: share of the masked tokens to which the model gives the highest probability.
         bits_per_character: -log2 of the masked tokens' probabilities divided by their characters; comparable between
             models of one vocabulary only.
-        predictions: number of masked tokens.
-        characters: characters of the masked tokens.
+        predictions: number of masked tokens, which the model predicts.
+        characters: number of characters in the masked tokens.
         unknown: share of unknown tokens among the masked ones; they are easy to predict.
-        tokens: tokens of the documents, without special tokens.
+        tokens: number of tokens in the documents, without special tokens.
         documents: number of documents.
     """
 
@@ -81,8 +81,8 @@ class TextSequence(NamedTuple):
     """A masked sequence, with counts for the score."""
 
     masked: MaskedSequence
-    characters: int  # of the tokens to predict
-    tokens: int  # without special tokens
+    characters: int  # number of characters in the tokens to predict
+    tokens: int  # number of tokens in the sequence, without special tokens
 
 
 def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldOutSettings) -> HeldOutScore:
@@ -97,22 +97,22 @@ def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldO
 
 
 def read_documents(texts: Sequence[Path]) -> list[str]:
-    """Read the documents of files and folders in a fixed order, with each run of white space as one space.
+    """Read the documents of files and folders in a fixed order, with single spaces for white space.
 
     Raises `InputError` if a path does not exist or has no text. Errors within files are logged.
     """
     documents: list[str] = []
     for path in texts:
-        before, problems = len(documents), Problems()
+        num_before, problems = len(documents), Problems()
         for file in files_below(path, problems):
             documents += filter(None, (" ".join(text.split()) for text in documents_of(file, problems)))
         for entry in problems.entries():
             logger.warning(
                 "%s: %s (%s times, first: %s)", entry["path"], entry["fault"], entry["count"], entry["first"]
             )
-        if len(documents) == before:
+        if len(documents) == num_before:
             raise InputError(
-                f"--texts: {path}: has no text. Give plain text, JSONL with `text`, or WikiExtractor files."
+                f"--texts: {path}: has no text. Give plain text, JSONL with a field `text`, or WikiExtractor files."
             )
     return documents
 
@@ -120,22 +120,22 @@ def read_documents(texts: Sequence[Path]) -> list[str]:
 def masked_sequences(
     tokenizer: Tokenizer, special_ids: Mapping[str, int], documents: Sequence[str], settings: HeldOutSettings
 ) -> Iterator[TextSequence]:
-    """Yield the masked sequences of all documents in order; a pure function of document and settings."""
-    before, after = frame(special_ids)
+    """Yield the masked sequences of all documents in order; each depends only on its document and the settings."""
+    prefix, suffix = enclosing_ids(special_ids)
     masker = Masker.without_corpus(_vocabulary(tokenizer, special_ids), settings.share, settings.length)
-    size = settings.length - len(before) - len(after)
-    if size < 1:
+    content_length = settings.length - len(prefix) - len(suffix)
+    if content_length < 1:
         raise InputError(f"--length: {settings.length} leaves no room for text besides the special tokens. Raise it.")
     for document in documents:
-        ids, characters = tokens_of(tokenizer, document)
+        ids, characters = encode_document(tokenizer, document)
         key = document_key(document, settings.seed)
-        for number, start in enumerate(range(0, len(ids), size)):
-            span = slice(start, start + size)
-            framed = np.concatenate([before, ids[span], after])
-            sizes = np.concatenate([np.zeros_like(before), characters[span], np.zeros_like(after)])
-            ordinary = np.zeros(len(framed), bool)
-            ordinary[len(before) : len(framed) - len(after)] = True
-            yield _mask(masker, framed, ordinary, sizes, draw(key, number))
+        for index, start in enumerate(range(0, len(ids), content_length)):
+            span = slice(start, start + content_length)
+            input_ids = np.concatenate([prefix, ids[span], suffix])
+            num_characters = np.concatenate([np.zeros_like(prefix), characters[span], np.zeros_like(suffix)])
+            is_content = np.zeros(len(input_ids), bool)
+            is_content[len(prefix) : len(input_ids) - len(suffix)] = True
+            yield _mask(masker, input_ids, is_content, num_characters, draw(key, index))
 
 
 def _mask(
@@ -149,8 +149,8 @@ def _mask(
     return TextSequence(sequence, int(characters[masked.rows].sum()), int(ordinary.sum()))
 
 
-def tokens_of(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids without special tokens, int64 [L]; number of characters of each, int64 [L], which sum to all)."""
+def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (token ids without special tokens; number of characters of each token), int64 [L] each."""
     encoded = tokenizer.encode(document, add_special_tokens=False)
     # Several tokens may spell one character: it belongs to the first of them.
     ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets], np.int64))
@@ -160,15 +160,15 @@ def tokens_of(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> MaskingVocabulary:
-    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     special |= set(special_ids.values())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     entries = [""] * (max(ids.values()) + 1)
-    for entry, number in ids.items():
-        entries[number] = entry
-    gaps = {number for number, entry in enumerate(entries) if not entry}
+    for entry, token_id in ids.items():
+        entries[token_id] = entry
+    unused = {token_id for token_id, entry in enumerate(entries) if not entry}
     edges = WordEdges(np.zeros(len(entries), bool))
-    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | gaps), edges)
+    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | unused), edges)
 
 
 def document_key(document: str, seed: int) -> np.uint64:
@@ -177,7 +177,7 @@ def document_key(document: str, seed: int) -> np.uint64:
     return np.frombuffer(digest, "<u8")[0]
 
 
-def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int) -> HeldOutScore:
+def _score(model: MaskedModel, sequences: Sequence[TextSequence], num_documents: int) -> HeldOutScore:
     predictions = sum(len(sequence.masked.labels) for sequence in sequences)
     if not predictions:
         raise InputError("--texts: has no token. Give documents with words.")
@@ -193,5 +193,5 @@ def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int
         characters=characters,
         unknown=float((labels == model.unknown_id).mean()),
         tokens=sum(sequence.tokens for sequence in sequences),
-        documents=documents,
+        documents=num_documents,
     )

@@ -1,6 +1,6 @@
 """Prediction of masked tokens by a checkpoint with its tokenizer, in unpadded batches.
 
-Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
+Shape letters: L tokens in a sequence, K tokens to predict, V vocabulary size, M tokens in groups.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from pretrain.common.transfers import PendingCopy, arrivals, to_host
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
-Advance = Callable[[int], None]  # called with the number of new predictions since the last call
+Advance = Callable[[int], None]  # reports progress: called with the number of predictions since the last call
 
-BATCH_TOKENS = 8192
-_MAX_LOGITS = 1 << 25  # in memory at a time: 128 MiB of fp32
+BATCH_TOKENS = 8192  # maximum number of tokens per forward pass
+_MAX_LOGITS = 1 << 25  # maximum number of logits per forward pass, 128 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Predictions:
     """A model's predictions of all masked tokens, in the order of the sequences.
 
     Attributes:
-        log_probabilities: float64 [K], of the true tokens, in nats.
-        correct: bool [K], whether no other token is more probable.
+        log_probabilities: float64 [K], log probabilities of the true tokens, in nats.
+        correct: bool [K], whether no other token is more probable than the true one.
     """
 
     log_probabilities: np.ndarray
@@ -45,11 +45,11 @@ class Predictions:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens that are predicted instead of single tokens; their probabilities are summed.
+    """Groups of tokens to predict instead of single tokens; a group's probability is the sum over its tokens.
 
     Attributes:
-        tokens: int64 [M], ids; tokens without a group cannot be predicted.
-        groups: int64 [M], the group of each, 0 to `count` - 1.
+        tokens: int64 [M], ids of the tokens in groups; other tokens cannot be predicted.
+        groups: int64 [M], index of the group of each token, 0 to `count` - 1.
         count: number of groups.
     """
 
@@ -57,7 +57,7 @@ class TokenGroups:
     groups: np.ndarray
     count: int
 
-    def scores(self, logits_KV: torch.Tensor) -> torch.Tensor:
+    def group_logits(self, logits_KV: torch.Tensor) -> torch.Tensor:
         """Return the logits of the groups, fp64 [K, count]."""
         tokens, groups = (torch.from_numpy(x).to(logits_KV.device) for x in (self.tokens, self.groups))
         logits_KM = logits_KV[:, tokens].double()
@@ -71,16 +71,16 @@ class MaskedModel:
 
     Args:
         folder: a model that `pretrain.checkpoint.released.read_released` reads.
-        precision: of weights and activations, fp32 or bf16; fp32 scores are the same on every machine, up to rounding.
-        released: the model of the folder, if it has been read already.
+        precision: fp32 or bf16, for weights and activations; fp32 scores are the same on every machine, up to rounding.
+        released: the model in `folder`, if it has been read already.
 
     Attributes:
-        precision: as passed.
-        tokenizer: from the `tokenizers` library, without truncation and padding; special tokens in the input are
-            ordinary characters, as in a prepared corpus.
+        precision: the argument `precision`.
+        tokenizer: tokenizer of the `tokenizers` library, without truncation and padding; "[MASK]" and
+            other special tokens in a document are tokenized like words, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
         mask_id: id of the mask token.
-        unknown_id: id of the unknown token; -1 for vocabularies of bytes.
+        unknown_id: id of the unknown token; -1 if there is none, as in byte-level vocabularies.
         max_positions: maximum sequence length, special tokens included.
 
     Raises:
@@ -115,12 +115,12 @@ class MaskedModel:
         self._max_predictions = max(1, _MAX_LOGITS // released.vocabulary_size)
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int64 [L] with special tokens, bool [L]: False at special tokens)."""
-        before, after = frame(self.special_ids)
-        inner = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        ids = np.concatenate([before, inner, after])
+        """Return (token ids with special tokens, int64 [L]; whether each is not a special token, bool [L])."""
+        prefix, suffix = enclosing_ids(self.special_ids)
+        content = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        ids = np.concatenate([prefix, content, suffix])
         positions = np.arange(len(ids))
-        return ids, (positions >= len(before)) & (positions < len(ids) - len(after))
+        return ids, (positions >= len(prefix)) & (positions < len(ids) - len(suffix))
 
     def predict(
         self,
@@ -128,34 +128,34 @@ class MaskedModel:
         advance: Advance = lambda count: None,
         groups: TokenGroups | None = None,
     ) -> Predictions:
-        """Return the probabilities of the true tokens. The grouping into forward passes changes only their rounding.
+        """Predict the masked tokens. Which sequences share a forward pass affects only rounding.
 
-        With `groups`, the labels are numbers of groups, and probabilities are normalized over all groups.
+        With `groups`, labels are indices of groups, and probabilities are normalized over all groups.
         """
         counts = np.array([len(sequence.places) for sequence in sequences], np.int64)
         starts = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(starts[-1]), np.zeros(starts[-1], bool)
         copies = (
-            (members, self._forward([sequences[number] for number in members], groups))
+            (members, self._forward([sequences[index] for index in members], groups))
             for members in self._batches(sequences, counts)
         )
         for members, scores_2K in arrivals(copies):
-            rows = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in members])
-            log_probabilities[rows], correct[rows] = scores_2K.numpy()
-            advance(len(rows))
+            indices = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
+            log_probabilities[indices], correct[indices] = scores_2K.numpy()
+            advance(len(indices))
         return Predictions(log_probabilities, correct)
 
     def _batches(self, sequences: Sequence[MaskedSequence], counts: np.ndarray) -> Iterator[list[int]]:
-        """Yield the numbers of the sequences that share a forward pass, by length."""
+        """Yield the indices of the sequences in each forward pass, in ascending order of length."""
         lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
         members: list[int] = []
         tokens = predictions = 0
-        for number in np.argsort(lengths, kind="stable"):
-            tokens, predictions = tokens + lengths[number], predictions + counts[number]
+        for index in np.argsort(lengths, kind="stable"):
+            tokens, predictions = tokens + lengths[index], predictions + counts[index]
             if members and (tokens > BATCH_TOKENS or predictions > self._max_predictions):
                 yield members
-                members, tokens, predictions = [], lengths[number], counts[number]
-            members.append(int(number))
+                members, tokens, predictions = [], lengths[index], counts[index]
+            members.append(int(index))
         if members:
             yield members
 
@@ -165,17 +165,17 @@ class MaskedModel:
         with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()
             if groups is not None:
-                logits_KV = groups.scores(logits_KV)
+                logits_KV = groups.group_logits(logits_KV)
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)
             values_K = label_K.double() - logits_KV.logsumexp(-1).double()
             return to_host(torch.stack([values_K, correct_K.double()]))
 
 
-def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the special tokens before and after a sequence, int64 ids, as in pretraining."""
-    before, after = ([special_ids[role]] if role in special_ids else [] for role in ("cls", "sep"))
-    return np.array(before, np.int64), np.array(after, np.int64)
+def enclosing_ids(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of the special tokens before and after a sequence, int64, as in pretraining."""
+    prefix, suffix = ([special_ids[role]] if role in special_ids else [] for role in ("cls", "sep"))
+    return np.array(prefix, np.int64), np.array(suffix, np.int64)
 
 
 def fingerprint(folder: Path, released: Released) -> str:
@@ -202,7 +202,7 @@ def text_digest(*strings: str) -> str:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Advance]:
-    """Show a bar over `total` predictions on stderr; yields the function to call with the number of new ones."""
+    """Show a progress bar over `total` items on stderr; yields the function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

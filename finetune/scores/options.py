@@ -19,7 +19,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `evaluate-pretrained` to the subcommands of a parser."""
-    purpose = "score a pretrained encoder: held-out text, BLiMP"
+    purpose = "score a pretrained encoder on held-out text and BLiMP"
     parser = add_command(commands, "evaluate-pretrained", _run, purpose, _EXAMPLES)
     add_run(parser, "model", "a run, an export or a released model")
     parser.add_argument(
@@ -29,10 +29,10 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help=f"folder for the results of all models (default: {_OUT})",
     )
-    purpose = "score the checkpoints of the run MODEL as they are saved, until the last, into its probes.jsonl"
+    purpose = "score each checkpoint that the run MODEL saves, until its last, and append to its probes.jsonl"
     add_follow(parser, f"{purpose} (as evaluation.probes does)")
-    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when this process has exited")
-    parser.add_argument("--name", metavar="NAME", help="name of the model in the results (default: its folder's)")
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when process PID has exited")
+    parser.add_argument("--name", metavar="NAME", help="name of the model in the results (default: its folder name)")
     _add_scores(parser)
 
 
@@ -42,7 +42,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not (texts or arguments.blimp):
         raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")
     if (arguments.out / CONFIG_FILE).exists():
-        raise InputError(f"--out: {arguments.out} is a run folder, whose {SCORES} is kept. Give another folder.")
+        raise InputError(f"--out: {arguments.out} is a run folder; its {SCORES} would change. Give another folder.")
     effects = {
         "--length": (arguments.length, texts, "without --texts"),
         "--text-scores": (arguments.text_scores != _TEXT_SCORES, texts, "without --texts"),
@@ -75,9 +75,8 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         type=parse_path,
         default=[],
         metavar="PATH",
-        help="score on text that the model was not trained on; bits of common (English) words compare vocabularies: "
-        "plain text (one document per file), JSONL with `text`, "
-        "WikiExtractor's files, or folders of them",
+        help="score on text that the model was not trained on: plain text (one document per file), JSONL with a field "
+        "`text`, WikiExtractor's files, or folders of them",
     )
     parser.add_argument(
         "--text-scores",
@@ -85,16 +84,16 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         choices=_TEXT_SCORES,
         default=_TEXT_SCORES,
         metavar="SCORE",
-        help=f"--texts: scores to compute (default: {', '.join(_TEXT_SCORES)})",
+        help=f"scores to compute on --texts (default: {', '.join(_TEXT_SCORES)})",
     )
     parser.add_argument(
         "--length",
         type=positive_int,
         default=0,
         metavar="N",
-        help="--texts: tokens per sequence for held_out (default: 128, or the model's maximum if lower)",
+        help="tokens per sequence for the score held_out (default: 128, or the model's maximum if lower)",
     )
-    parser.add_argument("--blimp", type=parse_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
+    parser.add_argument("--blimp", type=parse_path, metavar="DIR", help="score on BLiMP; DIR has its .jsonl files")
     parser.add_argument(
         "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
     )

@@ -13,7 +13,7 @@ MODEL = "model"  # key of a model's description, next to its scores
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
-    """Read the scores of the models in the folder `out`, sorted by name. Raises `InputError` if its file is damaged."""
+    """Read all models' scores from scores.json in the folder `out`, sorted by name; `InputError` if it is damaged."""
     path = out / SCORES
     try:
         models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else []
@@ -23,7 +23,7 @@ def read_models(out: Path) -> list[dict[str, Any]]:
 
 
 def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add or replace scores of a model in the folder `out`, and return the scores of all its models.
+    """Add or replace scores of a model in the folder `out`, and return the scores of all models in it.
 
     Other processes may write into the folder at the same time. Raises `InputError` as `check_model` does.
     """
@@ -36,7 +36,7 @@ def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any])
 
 
 def check_model(out: Path, model: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the folder `out` has scores of other weights under this model's name, or is damaged."""
+    """Raise `InputError` if `out` has scores of a different model with the same name, or its scores.json is damaged."""
     for entry in read_models(out):
         scored = entry[MODEL]
         if scored["name"] == model["name"] and scored["fingerprint"] != model["fingerprint"]:

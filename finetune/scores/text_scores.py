@@ -24,14 +24,14 @@ _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
 def text_scores(
     model: MaskedModel, documents: Sequence[str], names: Sequence[str] = tuple(_SCORES), length: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compute the scores `names` one after another, with progress on stderr.
+    """Compute the scores in `names` one after another, with progress on stderr.
 
-    Yields (name, {"how": settings, "scores"}); "scores" has the fields of the score's class, or `WHY_NOT` if the
-    vocabulary lacks a word, or the documents have no word to score.
+    Yields (name, {"how": settings, "scores": values}). The values are the fields of the score's class, or only
+    `WHY_NOT` if the vocabulary lacks a word or the documents have no word to score.
 
     Args:
         documents: from `read_documents`.
-        length: tokens of a sequence, for the held-out loss; 0: 128, or as many as the model has positions.
+        length: tokens per sequence for the held-out loss; 0 means 128, or the model's maximum if lower.
 
     Raises:
         InputError: the documents have no token, or the model has fewer positions than `length`.

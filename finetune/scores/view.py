@@ -1,4 +1,4 @@
-"""The scores of several models side by side: a table for the terminal, and a page."""
+"""Shows the scores of several models side by side: a table for the terminal, and an HTML page."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _TITLES = {
     held_out.NAME: "held-out text",
     blimp.NAME: "BLiMP",
 }
-# Score -> {format of a row's values: its title}
+# Name of a score -> {format of the cells of a row: title of the row}
 _FORMS = {
     common_words.NAME: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
-    whole_words.NAME: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
+    whole_words.NAME: {"{lower:.4f} to {upper:.4f}": "whole words, bits per character (bounds)"},
     held_out.NAME: {
         "{bits_per_character:.4f}": "held-out text, bits per character (within one vocabulary)",
         "{nats_per_token:.4f}": "held-out text, nats per masked token",
         "{accuracy:.4f}": "held-out text, accuracy",
     },
 }
-_NONE = "–"
+_MISSING = "–"
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return (title, values of all models) of each row; scores with different settings are in different rows."""
+    """Return (title, one cell per model) of each row; scores with different settings are in different rows."""
     rows: dict[tuple[str, str], list[str]] = {}
     for score_name in _TITLES:
-        for number, model in enumerate(models):
+        for column, model in enumerate(models):
             how = json.dumps(model.get(score_name, {}).get("how"), sort_keys=True)
             for title, value in _values(score_name, _scores(model, score_name)):
-                rows.setdefault((title, how), [_NONE] * len(models))[number] = value
+                rows.setdefault((title, how), [_MISSING] * len(models))[column] = value
     return [(title, values) for (title, _), values in rows.items()]
 
 
@@ -63,8 +63,8 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="\n".join(score_notes(models)), caption_justify="left")
     table.add_column("")
     rows = score_rows(models)
-    for number, model in enumerate(models):
-        width = max((len(values[number]) for _, values in rows), default=0)  # long names are wrapped, numbers are not
+    for column, model in enumerate(models):
+        width = max((len(values[column]) for _, values in rows), default=0)  # long names are wrapped, numbers are not
         table.add_column(model[MODEL]["name"], justify="right", overflow="fold", min_width=width)
     for title, values in rows:
         table.add_row(title, *values)
@@ -72,7 +72,7 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """Write the page to the file `out`, atomically, and return it."""
+    """Write the page to the file `out` atomically, and return its path."""
     return write_page(
         out,
         "scores.html.j2",
@@ -91,7 +91,7 @@ def _scores(model: Mapping[str, Any], score_name: str) -> dict[str, Any]:
 
 
 def _values(score_name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (title, value) of one model."""
+    """Yield (title of a row, cell) for one model."""
     if WHY_NOT in scores or not scores:
         return
     if score_name == blimp.NAME:
@@ -108,11 +108,11 @@ def _readable(name: str) -> str:
 
 
 def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return facts about a model: its description, and the settings and figures of its scores."""
+    """Return facts about a model: its description, then the settings and values of each score."""
     facts = [(_readable(name), str(value)) for name, value in model[MODEL].items()]
     for score_name, title in _TITLES.items():
         numbers = {name: value for name, value in _scores(model, score_name).items() if isinstance(value, int | float)}
-        shown = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
-        if how := {**model.get(score_name, {}).get("how", {}), **shown}:
+        cells = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
+        if how := {**model.get(score_name, {}).get("how", {}), **cells}:
             facts.append((title, ", ".join(f"{_readable(name)} {value}" for name, value in how.items())))
     return facts

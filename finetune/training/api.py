@@ -1,4 +1,4 @@
-"""Fine-tunes a checkpoint on a task: the functions behind the commands and `import finetune`."""
+"""Fine-tunes a checkpoint on a task: the functions that the commands and `import finetune` call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FinetunedRun(Run[FinetuneConfig]):
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
-        """{set: {score: value}} of every labeled dev and test set."""
+        """Scores of every labeled dev and test set, as {set: {score: value}}."""
         return json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["scores"]
 
     def __repr__(self) -> str:
@@ -39,9 +39,9 @@ def train(
     no_ray: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> FinetunedRun:
-    """Fine-tune a checkpoint on one task until the end, with progress on standard output.
+    """Fine-tune a checkpoint on one task, with progress on standard output.
 
-    Arguments and errors are as in `pretrain.train`; `config` is the config of a fine-tuning.
+    Arguments and errors are as in `pretrain.train`, but `config` is a fine-tuning config.
     """
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
@@ -62,8 +62,8 @@ def train(
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )
-    before = launch.earlier_config(loaded, resume)
-    return FinetunedRun(loaded, launch.start_run(kind, loaded, before, resume=resume, ray=ray, no_ray=no_ray))
+    old_config = launch.earlier_config(loaded, resume)
+    return FinetunedRun(loaded, launch.start_run(kind, loaded, old_config, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:

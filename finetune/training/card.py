@@ -16,10 +16,10 @@ from pretrain.common.wording import score_title, shown_scores
 from pretrain.config import ModelConfig
 
 _MAX_CLASSES = 20  # a larger confusion matrix is not shown in full
-_MAX_CONFUSIONS = 20  # errors to list from a larger matrix
+_MAX_CONFUSIONS = 20  # maximum number of confusions to list instead
 
-# Layouts whose name differs from the family of the model that they contain.
-_TITLES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
+# {layout: name}, for layouts whose name differs from the family of the model that they contain.
+_LAYOUT_NAMES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
     "sequence": "text-classification",
     "tokens": "token-classification",
@@ -32,7 +32,7 @@ _AUTO_MODELS = {
 }
 
 Scores = Mapping[str, Mapping[str, float]]
-"""set -> score -> value."""
+"""{set: {score: value}}."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class CardFacts:
     """Facts about a trained model for its card.
 
     Attributes:
-        step: the training step of the weights.
+        step: training step of the weights.
         chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
-        scores, details: of each labeled dev and test set, as the task returns them.
+        scores, details: the task's scores and details for each labeled dev and test set.
         temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 for none.
-        unsupported: settings that no released layout supports, so that our own is used; "" for a released layout.
-        brings_code: transformers loads the model with `trust_remote_code`.
+        unsupported: model settings that no released layout supports; "" if the model has a released layout.
+        brings_code: whether the folder includes code, which transformers runs with `trust_remote_code`.
     """
 
     family: str
@@ -72,7 +72,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         config=config,
         task=task,
         facts=facts,
-        family=_TITLES.get(facts.family, facts.shape.family_title),
+        family=_LAYOUT_NAMES.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],
@@ -133,18 +133,18 @@ def _hub_name(folder: str) -> str | None:
 
 
 def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, int]]:
-    """Return (true, predicted, count) of the most frequent errors."""
-    wrong = [
+    """Return (true label, predicted label, count) of the most frequent errors."""
+    confusions = [
         (labels[true], labels[predicted], count)
         for true, row in enumerate(counts)
         for predicted, count in enumerate(row)
         if true != predicted and count
     ]
-    return sorted(wrong, key=lambda error: -error[2])[:_MAX_CONFUSIONS]
+    return sorted(confusions, key=lambda confusion: -confusion[2])[:_MAX_CONFUSIONS]
 
 
 def interval_text(details: Mapping[str, Any]) -> str:
-    """Format the 95 % interval in the details of a set, in parentheses; "" if there is none."""
+    """Format the 95 % confidence interval from the details of a set, in parentheses; "" if there is none."""
     return " (95 %: {:.4f} to {:.4f})".format(*details["interval"]) if "interval" in details else ""
 
 

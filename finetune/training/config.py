@@ -28,12 +28,12 @@ from pretrain.config import (
 )
 
 TASKS = (*(task.kind for task in registry.TASKS), "task")
-"""The sections that name a task. A config has exactly one of them."""
+"""Names of the config's task sections, of which a config has exactly one."""
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Rate and epochs by the model's width and the number of examples (`FinetuneConfig.filled`).
+    # Learning rate and epochs depend on the hidden size and the number of examples (`FinetuneConfig.filled`).
     "auto": {"examples_per_step": 32, "warmup_share": 0.1},
-    # Devlin et al. 2019, appendix A.3; the middle of the grid. google-research/bert run_classifier.py: warm-up a tenth.
+    # The middle of the grid in Devlin et al. 2019, appendix A.3; warm-up as in google-research/bert run_classifier.py.
     "devlin": {"examples_per_step": 32, "learning_rate": 3e-5, "epochs": 3.0, "warmup_share": 0.1},
     # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
     # correction (which torch's AdamW always has) and 20 epochs even for small sets.
@@ -58,36 +58,36 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 
 
-_PRESET_IF_ZERO = ("examples_per_step", "learning_rate", "epochs")  # 0 means not set
+_PRESET_IF_ZERO = ("examples_per_step", "learning_rate", "epochs")  # settings for which 0 means the preset's value
 
-# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and width: smaller models need higher rates; decision 0155.
-_BASE_RATE, _BASE_WIDTH = 3e-5, 768
+# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and hidden size: smaller models need higher rates; decision 0155.
+_BASE_RATE, _BASE_HIDDEN = 3e-5, 768
 _MIN_RATE, _MAX_RATE = 1e-5, 1e-3
 _EPOCHS, _MAX_EPOCHS = 3.0, 20.0
-_MIN_STEPS = 300  # few examples get more epochs than `_EPOCHS`, at most `_MAX_EPOCHS`
+_MIN_STEPS = 300  # if `_EPOCHS` have fewer steps, train for more epochs, at most `_MAX_EPOCHS`
 
 
 class TrainingConfig(Section):
-    """Length, batch size and learning rate. `preset` sets the values that are missing."""
+    """Length, batch size and learning rate of the training. `preset` supplies missing values."""
 
     preset: Literal["auto", "devlin", "stable", "small-bert"] = Field(
         default="auto",
-        description="Source of the values that are missing: auto chooses learning rate and epochs by the model's "
-        "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
-        "(stable) and models below BERT-Base (small-bert).",
+        description="Source of missing values: auto chooses learning rate and epochs by hidden size and number of "
+        "examples; the others are published recipes for thousands of examples (devlin), few examples (stable), and "
+        "models smaller than BERT-Base (small-bert).",
     )
     examples_per_step: int = Field(
         default=0,
         ge=0,
-        description="Examples per optimizer step over all workers; windows in entities and questions.",
+        description="Examples per optimizer step over all workers; for entities and questions, windows.",
     )
     learning_rate: float = Field(
-        default=0.0, ge=0, description="Peak learning rate; 0 uses the preset's, with auto by the model's width."
+        default=0.0, ge=0, description="Peak learning rate; 0: the preset's (with auto, depends on the hidden size)."
     )
     epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Passes over the training set; 0 uses the preset's, with auto by the number of examples.",
+        description="Passes over the training set; 0: the preset's (with auto, depends on the number of examples).",
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(
@@ -107,7 +107,7 @@ class TrainingConfig(Section):
         default=0,
         ge=0,
         description="Stop after this number of successive evaluations without a better score, or an equal one with a "
-        "lower held-out loss; 0 never stops early.",
+        "lower held-out loss; 0: never stop early.",
     )
 
     @model_validator(mode="before")
@@ -147,17 +147,19 @@ class _Start(RunConfig):
     fold: str = Field(
         default="",
         pattern=r"^([1-9]\d*/[1-9]\d*)?$",
-        description="Part of the training set to score instead of training on it, such as 2/5. --folds sets it.",
+        description="Fold of the training set to hold out and score, such as 2/5. --folds sets it.",
     )
     task: dict[str, Any] | None = Field(
         default=None,
-        description="A custom task: kind is its module, such as my_package.lengths; the rest are its settings.",
+        description="A custom task: kind is its module, such as my_package.lengths; the other keys are its settings.",
     )
 
     @field_validator("task")
     @classmethod
     def _check_kind(cls, task: Any) -> Any:
-        if isinstance(task, dict):  # not yet the section that `extended_class` adds
+        if isinstance(
+            task, dict
+        ):  # else it is a section of the type from `extended_class`, whose kind has been checked
             try:
                 check_name(str(task.get("kind", "")))
             except ValueError as error:
@@ -261,7 +263,7 @@ class FinetuneConfig(_WithTask):
         return task
 
     def repeated_sets(self) -> list[tuple[str, str]]:
-        """List (set, earlier set) for dev and test if they are the same file, or data set split, as an earlier set."""
+        """List (set, earlier set) for dev and test sets that are the same file or data set split as an earlier set."""
         section = self.task_settings
         is_split = bool(getattr(section, "dataset", ""))
         origins: dict[str, str] = {}
@@ -276,20 +278,20 @@ class FinetuneConfig(_WithTask):
                     repeated.append((name, earlier))
         return repeated
 
-    def filled(self, width: int, examples: int) -> FinetuneConfig:
-        """Return the config with learning rate and epochs: by model width and training set if the preset has none.
+    def filled(self, hidden: int, examples: int) -> FinetuneConfig:
+        """Return the config with missing values for learning rate and epochs chosen by hidden size and training set.
 
-        The rate is BERT-Base's, divided by the square of the relative width. Small training sets get more epochs, so
-        that training has enough steps.
+        The rate is BERT-Base's, divided by the square of the relative hidden size. Small training sets get more epochs,
+        so that training has enough steps.
         """
         training = self.training
-        rate = _BASE_RATE * (_BASE_WIDTH / width) ** 2
+        rate = _BASE_RATE * (_BASE_HIDDEN / hidden) ** 2
         epochs = _MIN_STEPS * training.examples_per_step / max(1, examples)
-        filled = {
+        values = {
             "learning_rate": training.learning_rate or float(f"{min(max(rate, _MIN_RATE), _MAX_RATE):.1e}"),
             "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MAX_EPOCHS), 1),
         }
-        return self.model_copy(update={"training": training.model_copy(update=filled)})
+        return self.model_copy(update={"training": training.model_copy(update=values)})
 
     def total_steps(self, examples: int) -> int:
         """Return the number of optimizer steps for a training set of this many examples."""
@@ -315,16 +317,16 @@ class FinetuneConfig(_WithTask):
 def load_config(
     config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
 ) -> FinetuneConfig:
-    """Load the config of a fine-tuning with overrides, as `settings.load` does."""
+    """Load a fine-tuning config with overrides, as `settings.load` does."""
     return settings.load(config, FinetuneConfig, overrides, imports=imports)
 
 
 def config_type(path: Path | str) -> type[RunConfig]:
-    """Return the type of a config: a fine-tuning if it has the section of a task, else a pretraining."""
+    """Return the class of a config: `FinetuneConfig` if it has a task section, else `PretrainConfig`."""
     return FinetuneConfig if settings.top_level_keys(path) & set(TASKS) else PretrainConfig
 
 
-# Settings that may differ between a run and its continuation.
+# Settings that may change when a run is resumed.
 ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "start_from",
@@ -332,6 +334,6 @@ ALL_FREE_ON_RESUME = (
 )
 
 
-def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
-    """List the settings that differ although a resumed run must keep them, each with its name and both values."""
-    return settings.differences(before, keep_precision(after, before), ignore=ALL_FREE_ON_RESUME)
+def changed_for_resume(old: FinetuneConfig, new: FinetuneConfig, _done: int = 0) -> list[str]:
+    """List settings that differ although a resumed run must keep them, as "name (old value -> new value)"."""
+    return settings.differences(old, keep_precision(new, old), ignore=ALL_FREE_ON_RESUME)

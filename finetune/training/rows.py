@@ -1,4 +1,4 @@
-"""Writes predictions to JSON Lines, CSV or Parquet, by the file's suffix."""
+"""Writes predictions to JSON Lines, CSV or Parquet, depending on the file's suffix."""
 
 import csv
 import json
@@ -11,13 +11,13 @@ from pretrain.common.files import atomic_open
 Row = Mapping[str, Any]
 
 
-def as_line(row: Any) -> str:
+def json_line(value: Any) -> str:
     """Format a value as one line of JSON."""
-    return json.dumps(row, ensure_ascii=False, default=str)  # Parquet has dates
+    return json.dumps(value, ensure_ascii=False, default=str)  # str formats dates, which Parquet files contain
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """Write `rows` atomically and return their number. Nested values in CSV cells are JSON."""
+    """Write `rows` atomically, and return their number. In CSV, nested values are written as JSON."""
     count, suffix = 0, path.suffix.lower()
     if suffix == ".parquet":
         return _write_parquet(path, list(rows))
@@ -25,23 +25,23 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
         return _write_csv(path, list(rows), "\t" if suffix == ".tsv" else ",")
     with atomic_open(path, "w") as file:
         for row in rows:
-            file.write(as_line(row) + "\n")
+            file.write(json_line(row) + "\n")
             count += 1
     return count
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _column_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _write_csv(path: Path, rows: Sequence[Row], delimiter: str) -> int:
     with atomic_open(path, "w") as file:
         writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-        names = _names(rows)
+        names = _column_names(rows)
         writer.writerow(names)
         for row in rows:
             cells = (row.get(name) for name in names)
-            writer.writerow([as_line(cell) if isinstance(cell, dict | list | bool) else cell for cell in cells])
+            writer.writerow([json_line(cell) if isinstance(cell, dict | list | bool) else cell for cell in cells])
     return len(rows)
 
 
@@ -53,9 +53,9 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> int:
         try:
             return pa.array(values)
         except pa.ArrowException:  # values of several types
-            return pa.array([value if isinstance(value, str | None) else as_line(value) for value in values])
+            return pa.array([value if isinstance(value, str | None) else json_line(value) for value in values])
 
-    table = pa.table({name: column([row.get(name) for row in rows]) for name in _names(rows)})
+    table = pa.table({name: column([row.get(name) for row in rows]) for name in _column_names(rows)})
     with atomic_open(path) as file:
         pq.write_table(table, file)
     return len(rows)

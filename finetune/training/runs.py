@@ -27,26 +27,26 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-# Training was too short if the final loss is below this share of the loss before, and above this share of the first.
+# Training was too short if the last loss is below _MAX_RATIO of the loss before, and above _MIN_RATIO of the first.
 _MAX_RATIO, _MIN_RATIO = 0.93, 0.2
-_MAX_INTERVAL = 0.1  # width of a score's interval: about 250 examples at an accuracy of 0.8
+_MAX_INTERVAL = 0.1  # width of a score's confidence interval for about 250 examples at an accuracy of 0.8
 
 
 @dataclass(frozen=True)
 class FinetunePlan:
     """Facts about a run before it trains."""
 
-    examples: int
-    units: int  # examples as a step counts them: windows if the model does not combine an example's windows
-    tokens: int  # in all training examples; 0 if they are not tokenized before the training
+    examples: int  # number of training examples
+    units: int  # number of examples or, if the model does not combine the windows of an example, of windows
+    tokens: int  # number of tokens in all training examples; 0 if they are not tokenized before training
     held_out: dict[str, int]  # number of examples of each held-out set
     labels: tuple[str, ...]
     steps: int
-    short: bool  # as `is_short`
-    key_mapping: str  # the parameter for each tensor of the checkpoint, as lines
+    short: bool  # result of `is_short`
+    key_mapping: str  # `start_table`, then warnings about lengths
     family: str
-    parameters: int
-    model: ModelConfig  # the checkpoint's shape
+    parameters: int  # number of parameters of the encoder
+    model: ModelConfig  # model section of the checkpoint
 
 
 # ---------------------------------------------------------------- checked before the start
@@ -56,7 +56,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     """Return whether the run folder contains the finished model of this run.
 
     Raises:
-        InputError: it contains one and `resume` is off, or its run had other settings.
+        InputError: it contains one and `resume` is off, or the run in it had other settings.
     """
     finished = has_model(config)
     if finished and not resume:
@@ -74,18 +74,18 @@ def has_model(config: FinetuneConfig) -> bool:
 
 
 def check_same(config: FinetuneConfig, *, finished: bool) -> None:
-    """Raise `InputError` if the run in the folder has other settings.
+    """Raise `InputError` if the run in the config's folder has other settings.
 
-    If it has `finished`, settings that a resumed run may change must be the same, too.
+    If that run has `finished`, training.patience must be the same, too.
     """
     path = config.folder / CONFIG_FILE
     if not path.is_file():
         return
-    before = load_recorded(path, FinetuneConfig)
-    changes = changed_for_resume(before, config)
-    if Path(before.start_from).resolve() != Path(config.start_from).resolve():
-        changes.append(f"start_from ({before.start_from} -> {config.start_from})")
-    patience = before.training.patience, config.training.patience
+    recorded = load_recorded(path, FinetuneConfig)
+    changes = changed_for_resume(recorded, config)
+    if Path(recorded.start_from).resolve() != Path(config.start_from).resolve():
+        changes.append(f"start_from ({recorded.start_from} -> {config.start_from})")
+    patience = recorded.training.patience, config.training.patience
     if finished and patience[0] != patience[1]:
         changes.append(f"training.patience ({patience[0]} -> {patience[1]})")
     if changes:
@@ -98,8 +98,8 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     """Read the data files and the checkpoint, to report the user's mistakes in seconds, before training starts.
 
     Args:
-        config: the run.
-        alone: training runs in this process, so no separate workers have to fit on the machine.
+        config: config of the run.
+        alone: whether training runs in this process, so no separate workers have to fit on the machine.
 
     Raises:
         InputError: a file, the checkpoint or a setting is missing or wrong.
@@ -115,7 +115,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     released, encoder = read_start(config)
     check_fit(config, released.model)
     task.check(encoder)
-    units, tokens = _measured(config, task, examples, encoder)
+    units, tokens = _count_units_and_tokens(config, task, examples, encoder)
     from pretrain.checkpoint.sentence_transformers import length_warnings
 
     return FinetunePlan(
@@ -135,10 +135,10 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     )
 
 
-def _measured(
+def _count_units_and_tokens(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
 ) -> tuple[int, int]:
-    """Return `units` and `tokens` of the plan. Windows, which are slow to cut, are cut only if they are needed.
+    """Return `units` and `tokens` of the plan. Cutting windows is slow, so it is done only if necessary.
 
     Raises:
         InputError: an example does not fit into a micro-batch.
@@ -156,7 +156,7 @@ def _measured(
 
 
 def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
-    """Raise `InputError` if the settings need more positions or layers than the checkpoint has."""
+    """Raise `InputError` if the settings need more positions than the checkpoint has."""
     if config.max_length > model.max_positions:
         raise InputError(
             f"max_length: {config.max_length}, but {config.start_from} has {model.max_positions} positions. "
@@ -165,7 +165,7 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
 
 
 def digest(config: FinetuneConfig) -> str:
-    """Compute the `data_digest` of the current data files, labeled test sets included."""
+    """Compute the `data_digest` of the data files as they are now, including labeled test sets."""
     _, encoder = read_start(config)
     task = config.make_task()
     training = task.windows(task.training_set(), encoder, training=True)
@@ -197,7 +197,7 @@ def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    labels = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
     examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
@@ -209,7 +209,7 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     if plan.labels:
         positive = config.make_task().positive if len(plan.labels) == 2 else ""
         f1_class = f"; f1 is for {positive}" if positive else ""
-        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{f1_class}")
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {labels}{f1_class}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
@@ -221,7 +221,7 @@ def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
         return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."
     sets = ", ".join(f"{name} ({counted(count, 'example')})" for name, count in plan.held_out.items())
-    origin = f", {share:.3g} of the training set, by class (dev_share)" if share else ""
+    origin = f", {share:.3g} of each class of the training set (dev_share)" if share else ""
     return f"held out: {sets}{origin}"
 
 
@@ -262,7 +262,7 @@ def summary(config: FinetuneConfig) -> str:
 def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """Return the score of the frozen linear model, and warnings if training did not improve on it or was too short.
 
-    `records` are the records of metrics.jsonl; `metric` and `step` belong to the selected checkpoint.
+    `records` are from metrics.jsonl; the checkpoint of `step` was selected by `metric`.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
@@ -288,9 +288,9 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 
 
 def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
-    """Return a warning if the set that selected the checkpoint is too small for that.
+    """Return a warning if the dev set is too small to select a checkpoint.
 
-    It is too small if the `interval` of its score is wider than 0.1 and wider than the range of all checkpoints.
+    It is too small if the `interval` of its score is wider than 0.1 and than the range of the checkpoints' scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):

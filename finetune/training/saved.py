@@ -1,4 +1,4 @@
-"""Reads and writes fine-tuned models: a Hugging Face folder with `finetune.json`, which has config and task state.
+"""Reads and writes fine-tuned models: Hugging Face folders with `finetune.json`, which has config and task state.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
 runs/NAME/scores.json  scores of every labeled dev and test set, the model's training step, and the set that chose it
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 PREDICTIONS = "predictions"
 FORMAT = 1
 
-_PROBLEM = {
+_PROBLEM_TYPES = {  # {objective: `problem_type` in config.json}
     "classes": "single_label_classification",
     "labels": "multi_label_classification",
     "value": "regression",
 }
-# The activation of a CrossEncoder; the default for a single logit would be a sigmoid (sentence-transformers 6.2,
-# cross_encoder/model.py, get_default_activation_fn). A softmax is an option of its `predict`.
-_ACTIVATION = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "value": "linear.Identity"}
+# {objective: activation of a CrossEncoder}. Its default for a single logit is a sigmoid (sentence-transformers 6.2,
+# cross_encoder/model.py, get_default_activation_fn); a softmax is an option of its `predict`.
+_ACTIVATIONS = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "value": "linear.Identity"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SetResult:
 
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
-        """Create a result with the task's scores and details; the details include the interval of its metric."""
+        """Score the predictions with the task; the details include the confidence interval of its metric."""
         if not task.is_labeled(examples):
             return cls(examples, predictions, {}, {})
         scores = task.score(examples, predictions) | task.calibration(examples, predictions)
@@ -73,7 +73,7 @@ class SavedModel:
     """The content of `finetune.json`."""
 
     config: FinetuneConfig
-    state: dict[str, Any]  # of the task
+    state: dict[str, Any]  # state of the task
     scores: dict[str, dict[str, float]]
 
 
@@ -90,12 +90,12 @@ def save_model(
     data: str,
     temperature: float = 1.0,
 ) -> None:
-    """Write predictions, scores and model to the run folder. The model is written last: it marks the run as complete.
+    """Write predictions, scores and, last, the model to the run folder; the model marks the run as complete.
 
     Args:
-        weights: by parameter names of `finetune.training.model.task_model.TaskModel`.
-        step: the training step of the weights.
-        results: of every dev and test set, by name.
+        weights: tensors by the parameter names of `finetune.training.model.task_model.TaskModel`.
+        step: training step of the weights.
+        results: results of every dev and test set, by its name.
         chosen_on: the set that selected the step and tuned the task; "" for none.
         training_examples: number of examples in the training set.
         data: the digest of the training data and of all scored data.
@@ -118,8 +118,8 @@ def save_model(
         temperature=temperature,
         brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
-    origin = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
-    write_json(config.folder / SCORES, {**origin, "scores": facts.scores, "details": facts.details})
+    summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
+    write_json(config.folder / SCORES, {**summary, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
 
@@ -141,7 +141,7 @@ def _write_model(
         backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
         head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
         purpose=task.head,
-        config={**_kept_settings(released.config), **_labels(task)},
+        config={**_without_stale_keys(released.config), **_label_settings(task)},
         tokenizer=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
@@ -184,18 +184,18 @@ def write_predictions(
 def prediction_rows(
     task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each example: the other columns of its file, its record, then the prediction.
+    """Yield a row for each example: unused columns of its file, then the task's record and prediction.
 
-    Columns of the file keep their names. Keys of records and predictions with such names are renamed, with a warning.
+    Columns of the file keep their names; keys of records and predictions with the same names change, with a warning.
     """
-    copied = {name for example in examples for name in task.others(example)}
+    file_columns = {name for example in examples for name in task.others(example)}
     rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
     added = dict.fromkeys(name for row in rows for name in row)
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # key -> name of the column
     for name in added:
         configured = task.columns.get(name, name)
-        unique = configured if name in copied and configured not in {*copied, *added} else name
-        while unique in copied or unique in names.values():
+        unique = configured if name in file_columns and configured not in {*file_columns, *added} else name
+        while unique in file_columns or unique in names.values():
             unique = f"predicted_{unique}"
         names[name] = unique
     if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
@@ -205,16 +205,16 @@ def prediction_rows(
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
-    """Format the scores of the set `name` for the terminal, with warnings about suspicious `details`."""
+    """Format the scores of the set `name` for the terminal, with the task's remarks on `details` as warnings."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
     interval = {task.metric: interval_text(details)}
-    shown = shown_scores(scores, task.metric).items()
-    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in shown)
+    selected = shown_scores(scores, task.metric).items()
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in selected)
     return [f"{name}: {line}", *remarks]
 
 
-# Keys of the starting checkpoint's config.json that do not apply to the new model.
-_STALE = (
+# Keys in config.json of the initial checkpoint that do not apply to the fine-tuned model.
+_STALE_KEYS = (
     "architectures",
     "id2label",
     "label2id",
@@ -227,12 +227,12 @@ _STALE = (
 )
 
 
-def _kept_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _STALE}
+def _without_stale_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _STALE_KEYS}
 
 
-def _labels(task: Task[Any]) -> dict[str, Any]:
-    """Return config.json's label maps. Their size is the number of outputs, so a regression has one label, too."""
+def _label_settings(task: Task[Any]) -> dict[str, Any]:
+    """Return what config.json says about labels; a regression gets one label, since maps need one per output."""
     if task.head == "spans":
         return {}
     names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))
@@ -242,5 +242,5 @@ def _labels(task: Task[Any]) -> dict[str, Any]:
     }
     if task.head != "sequence":
         return maps
-    activation = {"activation_fn": f"torch.nn.modules.{_ACTIVATION[task.objective]}"}
-    return maps | {"problem_type": _PROBLEM[task.objective], "sentence_transformers": activation}
+    activation = {"activation_fn": f"torch.nn.modules.{_ACTIVATIONS[task.objective]}"}
+    return maps | {"problem_type": _PROBLEM_TYPES[task.objective], "sentence_transformers": activation}

@@ -42,11 +42,11 @@ from pretrain.run.session import check_same_data, worker_session
 from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
-LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # code that only launches GPU kernels
+LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # code that launches GPU kernels only
 
 
 def main(request: TrainingRequest, worker: Worker) -> None:
-    """Train `request.config` (a FinetuneConfig), with `request.resume` from the latest checkpoint.
+    """Train `request.config` (a FinetuneConfig); with `request.resume`, continue from the latest checkpoint.
 
     Writes the best model, its scores and predictions to the run folder, or raises an error of `pretrain.common.errors`.
     """
@@ -117,20 +117,20 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
 
 
 def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
-    """Return optimizer groups: for each depth, a pair with its rate (Howard and Ruder 2018, discriminative rates)."""
+    """Return parameter groups with a learning-rate scale per depth (discriminative rates, Howard and Ruder 2018)."""
     decay = config.training.layer_decay
     if decay == 1:
         return parameter_groups(named, config.optimizer.weight_decay)
     groups: list[dict[str, Any]] = []
     for depth in range(layers + 2):  # embeddings, layers, head
         members = [(name, parameter) for name, parameter in named if layer_of(name, layers) == depth]
-        share = decay ** (layers + 1 - depth)
-        groups += [{**group, "lr_scale": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
+        scale = decay ** (layers + 1 - depth)
+        groups += [{**group, "lr_scale": scale} for group in parameter_groups(members, config.optimizer.weight_decay)]
     return groups
 
 
 class Finetuning:
-    """Labeled examples as a `TrainingTask`."""
+    """Fine-tuning as a `TrainingTask`, which the training loop of `pretrain.run` runs."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class Finetuning:
         self._shape, self._engine, self._device = shape, engine, device
         self.training_examples = len(examples)
         self.held_out = task.read_held_out()
-        self._batches = self._cut(task.windows(examples, encoder, training=True), config.seed)
+        self._batches = self._make_batches(task.windows(examples, encoder, training=True), config.seed)
         self._batches.check(f"{config.task_name}, training set")
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
         self.units = self._batches.examples
         self.digest = self._batches.windows.digest(task.labels)
         self.config = config.filled(shape.hidden, self.units)
         self.total_steps = self.config.total_steps(self.units)
-        self._stalled = 0.0
+        self._stalled_seconds = 0.0
 
     def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the result of `fit_output_layer` for a model with these weights, the same on all ranks."""
+        """Fit the output layer of a model with these weights (`fit_output_layer`); the result is equal on all ranks."""
 
         def fit() -> dict[str, Tensor]:
             model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
@@ -173,7 +173,7 @@ class Finetuning:
             return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """Compute a digest of the training examples and all scored examples, including labeled test sets."""
+        """Compute a digest of the training set, the held-out sets and the labeled ones of `tests`."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
@@ -183,7 +183,7 @@ class Finetuning:
         for step in range(start_step + offset, self.total_steps + offset):
             started_at = time.perf_counter()
             batch = self._batches.step(step * count, count).to(self._device)
-            self._stalled += time.perf_counter() - started_at
+            self._stalled_seconds += time.perf_counter() - started_at
             yield batch
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
@@ -205,29 +205,29 @@ class Finetuning:
         return torch.tensor([step.weight], dtype=torch.float64)
 
     def flops(self, micro_batch: LabeledBatch) -> float:
-        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.rows))
+        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.query_positions))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         return {"loss": totals[0] / counts[0]}
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         scores: dict[str, float] = {}
-        for number, name in enumerate(self.held_out):
-            predictions, loss = self.predictions(name, tune=number == 0)
+        for index, name in enumerate(self.held_out):
+            predictions, loss = self.predictions(name, tune=index == 0)
             if engine.rank == 0:
                 means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
-                scores |= means if number == 0 else {f"{name}/{key}": value for key, value in means.items()}
+                scores |= means if index == 0 else {f"{name}/{key}": value for key, value in means.items()}
         return engine.workers.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         """Return the predictions on a held-out set and the mean loss; on ranks other than 0, ([], 0.0).
 
-        With `tune`, the task is first tuned on this set, such as its threshold.
+        With `tune`, the task first tunes its state on this set, such as a threshold.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
     def predict_examples(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
-        """Return the predictions of `model`, of which every rank has a copy; on ranks other than 0, []."""
+        """Return the predictions of `model` on rank 0, [] on other ranks; every rank passes a copy of the model."""
         windows = self._windows(examples)
         logits = self.logits(model, windows)
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
@@ -241,16 +241,15 @@ class Finetuning:
         return self.task.temperature(self.held_out[name], windows, self.logits(model, windows))
 
     def logits(self, model: TaskModel, windows: Windows) -> np.ndarray:
-        """Return float32 [R, C] on all ranks; every rank has a copy of `model`."""
+        """Return the logits, float32 [R, C], on all ranks; every rank passes a copy of `model`."""
 
         def forward(batch: LabeledBatch) -> Output:
             self._engine.watch.beat()
             return model(batch)
 
+        batches, gather = self._make_batches(windows, 0), self._engine.workers.gather_objects
         with torch.inference_mode():
-            return predict_logits(
-                forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.workers.gather_objects
-            )
+            return predict_logits(forward, batches, self.task.outputs, self._device, gather)
 
     def to_minimize(self, means: dict[str, float]) -> float:
         return -means[self.task.metric]
@@ -259,7 +258,7 @@ class Finetuning:
         return next(iter(self.held_out), "")
 
     def stalled_seconds(self) -> float:
-        return self._stalled
+        return self._stalled_seconds
 
     def close(self) -> None:
         """Do nothing: no file is open between steps."""
@@ -267,7 +266,7 @@ class Finetuning:
     def _windows(self, examples: list[Any]) -> Windows:
         return self.task.windows(examples, self.encoder, training=False)
 
-    def _cut(self, windows: Windows, seed: int) -> Batches:
+    def _make_batches(self, windows: Windows, seed: int) -> Batches:
         engine = self._engine
         return Batches(
             windows,
@@ -285,11 +284,10 @@ class Finetuning:
             losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
 
+        batches = self._make_batches(windows, 0)
         engine.module.eval()
         with torch.no_grad():
-            logits = predict_logits(
-                forward, self._cut(windows, 0), self.task.outputs, self._device, engine.workers.gather_objects
-            )
+            logits = predict_logits(forward, batches, self.task.outputs, self._device, engine.workers.gather_objects)
         engine.module.train()
         engine.workers.sum_over_workers(losses)
         if engine.rank:
@@ -311,13 +309,13 @@ def uncompiled(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warmup_step: bool) -> TrainingPlan:
-    evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
+    interval, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
     return TrainingPlan(
         config,
         total_steps=job.total_steps,
         learning_rate=lambda step: learning_rate([phase], step),
-        evaluate_every_steps=evaluations,
-        checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
+        evaluate_every_steps=interval,
+        checkpoint_every_steps=min(interval, config.checkpoint.every_steps),
         keep_best=True,
         patience=config.training.patience,
         evaluate_first=evaluate_first,
@@ -347,9 +345,9 @@ def _finish(
     engine: Engine,
     log_artifact: Callable[[Path], None],
 ) -> None:
-    """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
+    """Predict and score all sets with the best checkpoint, save it as a model, and delete the checkpoints.
 
-    The model is loaded as `evaluate` does, so that the scores agree.
+    The model is loaded in the same way as in the command `evaluate`, so that the scores agree.
     """
     checkpoints = config.folder / "checkpoints"
 
@@ -363,19 +361,19 @@ def _finish(
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second row got no gradient. With equal rows, the model still has a single token type.
+        # The second embedding got no gradient. With equal embeddings, the model still has a single token type.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
 
-    def loaded() -> TaskModel:
+    def load_model() -> TaskModel:
         return inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
 
-    model = loaded()
+    model = load_model()
     if (temperature := job.temperature(model)) != 1:
         weights |= {name: weights[name] / temperature for name in ("head.out_weight", "head.out_bias")}
-        model = loaded()
+        model = load_model()
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
-    for number, (split, examples) in enumerate(job.held_out.items()):
-        predictions[split] = examples, job.predict_examples(model, examples, tune=number == 0)
+    for index, (split, examples) in enumerate(job.held_out.items()):
+        predictions[split] = examples, job.predict_examples(model, examples, tune=index == 0)
     tests = job.task.test_sets()
     for split, examples in tests.items():
         predictions[split] = examples, job.predict_examples(model, examples, tune=False)

@@ -108,7 +108,7 @@ def test_heads_compute_in_fp32() -> None:
     batch = make_batch(has_segments=False, head="tokens")
     with torch.no_grad():
         made = model(batch).logits
-        hidden = model.encode(batch, batch.rows)
+        hidden = model.encode(batch, batch.query_positions)
     assert made.dtype == torch.float32
     head = dict(model.head.named_parameters())
     expected = hidden.double() @ head["out_weight"].double().T + head["out_bias"].double()
@@ -118,12 +118,12 @@ def test_heads_compute_in_fp32() -> None:
 def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
     """Large sets take longer than the whole end of a run may be silent: each micro-batch counts."""
     beats: list[int] = []
-    batches = [SimpleNamespace(query_rows=np.array([number])) for number in range(3)]
+    batches = [SimpleNamespace(query_indices=np.array([number])) for number in range(3)]
     for batch in batches:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
     job: Any = SimpleNamespace(
-        _cut=lambda *_: cut,
+        _make_batches=lambda *_: cut,
         _device=torch.device("cpu"),
         task=SimpleNamespace(outputs=2),
         _engine=SimpleNamespace(

@@ -413,7 +413,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     assert config.repeated_sets() == [("test", "dev")]
     for more, wanted in (
         ({}, "  no held-out set: the last checkpoint is kept. To keep the best one by a score, set classification.dev"),
-        ({"dev_share": 0.25}, " examples), 0.25 of the training set, by class (dev_share)"),
+        ({"dev_share": 0.25}, " examples), 0.25 of each class of the training set (dev_share)"),
     ):
         section = {"train": str(folder / "train.jsonl"), **more}
         config = FinetuneConfig.model_validate({**values, "classification": section})

@@ -1,4 +1,4 @@
-"""Benchmarks against baselines. They use the product like any user; the product never imports them."""
+"""Benchmarks of bertrain, most of them against other software; bertrain never imports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a program that imports this package from the clone, in any folder."""
+    """Return environment variables with which a program in any folder imports this package from the clone."""
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
@@ -18,8 +18,8 @@ def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if number in right_aligned else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column in right_aligned else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

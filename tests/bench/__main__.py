@@ -26,16 +26,16 @@ BENCHMARKS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run(given))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(arguments))
 
 
-def _run(words: list[str]) -> int:
-    if words and words[0] in BENCHMARKS:
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in BENCHMARKS:
         with unwind_on_sigterm():
-            return importlib.import_module(BENCHMARKS[words[0]][0]).main(words[1:]) or 0
-    if words and not words[0].startswith("-"):
-        raise InputError(f"bench: {words[0]!r} is not a benchmark; choose from {', '.join(BENCHMARKS)}.")
+            return importlib.import_module(BENCHMARKS[arguments[0]][0]).main(arguments[1:]) or 0
+    if arguments and not arguments[0].startswith("-"):
+        raise InputError(f"bench: {arguments[0]!r} is not a benchmark; choose from {', '.join(BENCHMARKS)}.")
     names = "\n".join(f"  {name:10}  {purpose}" for name, (_, purpose) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog=f"{program()} bench",
@@ -44,7 +44,7 @@ def _run(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
-    parser.parse_args(words)
+    parser.parse_args(arguments)
     return 0
 
 

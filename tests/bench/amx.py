@@ -1,9 +1,9 @@
 """`bench amx`: the cost of bf16 matmuls on this CPU, for CPUs whose kernels are slow to generate (AMX).
 
-`products`: rates of the forward, input-gradient and weight-gradient matmuls of BERT, the last one also with its
-narrower operand transposed first. A round counts only if a square matmul in the same round reaches 0.8 of the fastest
-one, because virtual machines share AMX. `kernels`: milliseconds per step in which oneDNN generates kernels and runs
-matmuls, from oneDNN's log. Each takes at most ten minutes.
+`products` measures the rates of BERT's matmuls for forward, input gradient and weight gradient, the last one also with
+its narrower operand transposed first. A round counts only if a square matmul in the same round reaches 0.8 of the
+fastest one, because virtual machines share AMX. `kernels` measures from oneDNN's log how many milliseconds per step
+oneDNN spends on generating kernels and on matmuls. Each takes at most ten minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.model.kernels.products import weight_gradient_by_copy
 
 SHAPES = (8192, 256, 1024), (8192, 256, 768), (2048, 768, 3072), (2048, 768, 768), (600, 256, 8000)
-_SQUARE, _COUNTS = 2048, 0.8
+_SQUARE, _MIN_SPEED = 2048, 0.8  # size of the square matmul; minimum relative speed for a round to count
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench amx", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("part", choices=("products", "kernels"), help="what to measure")
     parser.add_argument("--threads", type=positive_int, default=1, help="threads (default: 1)")
-    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds of products; the median is printed")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=9, help="products: number of rounds; the median is printed"
+    )
     parser.add_argument("--config", help="kernels: config of a run, whose corpus is prepared")
     parser.add_argument("--windows", nargs="+", default=["100-120", "1000-1020"], help="kernels: steps to measure")
     options = parser.parse_args(argv)
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def products(rounds: int) -> Iterator[str]:
-    """Return a row for each shape: GFLOP/s of its matmuls."""
+    """Yield rows with the GFLOP/s of the matmuls of each shape."""
     square = torch.randn(_SQUARE, _SQUARE).bfloat16()
     for rows, width, inner in SHAPES:
         x, g, w = (torch.randn(*size).bfloat16() for size in ((rows, width), (rows, inner), (inner, width)))
@@ -56,17 +58,17 @@ def products(rounds: int) -> Iterator[str]:
             "weight gradient": lambda g=g, x=x: g.T @ x,
             "weight gradient, transposed first": lambda g=g, x=x: weight_gradient_by_copy(g, x),
         }
-        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}  # seconds: of it, of the square
         for _ in range(rounds + 1):  # the first one generates the kernels
             for kind, product in kinds.items():
                 found[kind].append((_seconds(product), _seconds(lambda: square @ square)))
-        fastest = min(beside for pairs in found.values() for _, beside in pairs)
+        fastest = min(square_took for pairs in found.values() for _, square_took in pairs)
         work = 2e-9 * rows * width * inner
         for kind, pairs in found.items():
-            kept = [took for took, beside in pairs[1:] if fastest >= _COUNTS * beside]
+            kept = [took for took, square_took in pairs[1:] if fastest >= _MIN_SPEED * square_took]
             rate = f"{work / statistics.median(kept):,.0f}" if kept else "no round counts"
             yield f"{rows} x {width} x {inner}  {kind:36} {rate:>8} GFLOP/s  {len(kept)} of {rounds} rounds"
-        yield f"{'':22}square beside it {2e-9 * _SQUARE**3 / fastest:>23,.0f} GFLOP/s"
+        yield f"{'':22}square matmul    {2e-9 * _SQUARE**3 / fastest:>23,.0f} GFLOP/s"
 
 
 def _seconds(function: Callable[[], Tensor]) -> float:
@@ -76,7 +78,7 @@ def _seconds(function: Callable[[], Tensor]) -> float:
 
 
 def kernels(config: str, windows: Iterable[str]) -> Iterator[str]:
-    """Return a row for each range of steps: milliseconds per step in oneDNN's log."""
+    """Yield a row for each range of steps: milliseconds per step, from oneDNN's log."""
     ranges = [tuple(map(int, window.split("-"))) for window in windows]
     code = f"from tests.bench.amx import train; train({config!r}, {max(last for _, last in ranges)})"
     done = run_program([sys.executable, "-c", code], {**os.environ, "ONEDNN_VERBOSE": "profile"})
@@ -105,10 +107,10 @@ def train(config: str, steps: int) -> None:
     from pretrain.model.precision import resolve_local_precision
     from tests.bench.baselines import EngineTrainer, join_single_process_group
 
-    given = resolve_local_precision(settings.load(config, PretrainConfig))[0]
+    run_config = resolve_local_precision(settings.load(config, PretrainConfig))[0]
     join_single_process_group(torch.device("cpu"))
-    shards = open_shards(given.corpus.folder, "train")
-    trainer = EngineTrainer(given, shards.vocabulary_size)
-    for number, batch in zip(range(steps), Loader(shards, given, 0, rank=0, world_size=1), strict=False):
+    shards = open_shards(run_config.corpus.folder, "train")
+    trainer = EngineTrainer(run_config, shards.vocabulary_size)
+    for number, batch in zip(range(steps), Loader(shards, run_config, 0, rank=0, world_size=1), strict=False):
         print(f"step {number}", flush=True)
         trainer.train(batch, 1e-4)

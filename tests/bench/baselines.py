@@ -34,8 +34,7 @@ from tests.distributed import engine_of, of_whole_tensors
 OURS = "ours"
 # Variants of transformers, with or without torch.compile. Which is fastest depends on the machine.
 BASELINES = ("sdpa", "sdpa-compiled")
-# Our model and batches in a plain torch loop: shows the overhead of the engine.
-BARE = "bare"
+BARE = "bare"  # our model and batches in a plain torch loop, which shows the overhead of the engine
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # torch device type
 
 
@@ -44,17 +43,17 @@ class TrainerSpec:
     """Describes one trainer."""
 
     kind: str  # `OURS`, `BARE` or one of `BASELINES`
-    config: PretrainConfig  # the run that it trains
-    steps: int = 0  # batches to make before training starts; 0: make each batch when it is needed
+    config: PretrainConfig  # config of the run that it trains
+    steps: int = 0  # number of batches to make before training starts; 0: make each batch when it is needed
 
 
 def bench_config(
     corpus: str, size: str, length: int, sequences: int, *, precision: str = "auto", **model: Any
 ) -> PretrainConfig:
-    """Return the config of an unlimited run with `sequences` per step, in one micro-batch.
+    """Return the config of a run without end, with `sequences` per step in one micro-batch.
 
-    `model` has more settings of the section model. The precision is resolved for this machine; the baselines use
-    the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
+    `model` has further settings of the section model. The precision is resolved for this machine; the baselines use
+    the same one. Only BERT predicts the next sentence. Raises `InputError` if the options are invalid.
     """
     phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
     config = validated(
@@ -79,22 +78,22 @@ def validated(values: dict[str, Any]) -> PretrainConfig:
 
 
 class StepReport(NamedTuple):
-    """One trained step."""
+    """Measurements of one training step."""
 
-    seconds: float  # training only, without making the batch
-    tokens: int  # without padding
+    seconds: float  # time of training, without making the batch
+    tokens: int  # number of tokens without padding
     loss: float
 
 
 class TrainerProcess:
-    """A process that trains the steps of an epoch in order, one per call. Errors of the process are raised here."""
+    """A process that trains the steps of an epoch in order, one per call; its errors are raised by the calls."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(spec, theirs), daemon=True)
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(spec, child_end), daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def train(self, learning_rate: float) -> StepReport:
         """Train the next step of the epoch."""
@@ -181,7 +180,7 @@ class EngineTrainer:
         self._engine.module.train()
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
-        """One optimizer step; returns its loss."""
+        """Run one optimizer step, and return its loss."""
         total = 0.0
         for number, batch in enumerate(step.micro_batches):
             output = self._engine.forward(batch)
@@ -210,7 +209,7 @@ class PlainLoopTrainer:
         self._weights = [named[name] for group in groups for name in group["names"]]
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
-        """One optimizer step; returns its loss."""
+        """Run one optimizer step, and return its loss."""
         total = 0.0
         for batch in step.micro_batches:
             output = self._model(batch)
@@ -253,7 +252,7 @@ class TransformersTrainer:
         return [pad(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
-        """One optimizer step; returns its loss."""
+        """Run one optimizer step, and return its loss."""
         total = 0.0
         for batch in step:
             with self._autocast():
@@ -269,7 +268,7 @@ class TransformersTrainer:
 
 
 def _their_model(config: PretrainConfig, vocabulary_size: int) -> Any:
-    """transformers' BERT with our shape and random weights, with the heads of both losses."""
+    """Return transformers' BERT with our model section's sizes, random weights and the heads of both losses."""
     import transformers
 
     shape = config.model
@@ -288,14 +287,14 @@ def _their_model(config: PretrainConfig, vocabulary_size: int) -> Any:
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Return parameter groups without weight decay for biases and LayerNorm, as in the HF Trainer."""
-    exempt = {True: [], False: []}
+    groups = {True: [], False: []}  # {is exempt: parameters}
     for parameter in model.parameters():
-        exempt[parameter.ndim < 2].append(parameter)
-    return [{"params": exempt[False], "weight_decay": weight_decay}, {"params": exempt[True], "weight_decay": 0.0}]
+        groups[parameter.ndim < 2].append(parameter)
+    return [{"params": groups[False], "weight_decay": weight_decay}, {"params": groups[True], "weight_decay": 0.0}]
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the micro-batch as transformers takes it: tensors [sequences, longest], label -100 at unmasked tokens."""
+    """Return the arguments of transformers' model: tensors [sequences, longest], label -100 at unmasked tokens."""
     sequences, longest = len(batch.lengths), max(batch.lengths)
     device = batch.input_ids.device
     lengths = torch.tensor(batch.lengths, device=device)

@@ -2,7 +2,7 @@
 
 The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
 precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size, learning rates and
-settings of AdamW. It truncates long texts to the first window, as the public scripts do. The same code scores both:
+settings of AdamW. It truncates long documents to the first window, as the public scripts do. The same code scores both:
 ours at its best evaluation, the baseline after its last step. Each run is a separate process.
 """
 
@@ -36,15 +36,15 @@ from pretrain.storage.runs import fetched_model
 from tests.bench import environment
 
 OURS, BASELINE = "ours", "trainer"
-_WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, allocation
+_WARM_UP = 0.1  # share of the steps that the speed excludes, because they compile and allocate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; print one line per run and a summary."""
+    """Run the comparison, and print a line per run and a summary."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="the task's YAML file")
+    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="fine-tuning config")
     parser.add_argument("--from", dest="start_from", type=local_string, metavar="DIR", help="initial checkpoint")
-    parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
+    parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each side (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
@@ -95,7 +95,7 @@ def _check(config: FinetuneConfig) -> None:
 
 
 def _start_folder(config: FinetuneConfig) -> Path:
-    """Return the folder of the initial checkpoint. Raises like `compare` if the baseline cannot use it."""
+    """Return the folder of the initial checkpoint. Raises the errors of `compare` if the baseline cannot use it."""
     from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 
@@ -103,11 +103,11 @@ def _start_folder(config: FinetuneConfig) -> Path:
         raise InputError("bench finetune: --from: missing. Give the folder of the initial checkpoint.")
     folder = released_folder(fetched_model(config.start_from))
     if is_run(folder):
-        why = "is a run: export it"
+        reason = "is a run: export it"
     else:
-        why = (own := unsupported_in_transformers(folder)) and f"has {own}: give another checkpoint"
-    if why:
-        raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {why}.")
+        reason = (part := unsupported_in_transformers(folder)) and f"has {part}: give another checkpoint"
+    if reason:
+        raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {reason}.")
     for name in ("accelerate", "transformers"):  # the Trainer needs both
         if importlib.util.find_spec(name) is None:
             raise MachineError(f"bench finetune: {name} is missing. Install the extra: pip install -e .[bench].")
@@ -135,7 +135,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    path = write_result(config, seed, folder)
+    path = write_run_config(config, seed, folder)
     _call(["finetune.cli", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
     training = [record for record in read_records(folder) if is_training(record)]
@@ -151,13 +151,13 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
 
 
 def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    path = write_result(config, seed, folder)
+    path = write_run_config(config, seed, folder)
     result = folder.with_suffix(".json")
     _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
     return json.loads(result.read_text())
 
 
-def write_result(config: FinetuneConfig, seed: int, folder: Path) -> Path:
+def write_run_config(config: FinetuneConfig, seed: int, folder: Path) -> Path:
     path = folder.with_suffix(".yaml")
     tracking = config.tracking.model_copy(update={"wandb": "off"})  # the Trainer is not tracked, either
     path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder), "tracking": tracking})))
@@ -266,14 +266,14 @@ def _make_clock(transformers: Any) -> Any:
 
 
 def _features(windows: Any, head: str) -> list[dict[str, Any]]:
-    """Return the features of each example as in the public scripts: lists of ids, types and labels."""
+    """Return the features of each example, as in the public scripts: lists of ids, token types and labels."""
     features = []
-    queries_of = np.searchsorted(windows.queries, windows.starts)
+    first_query = np.searchsorted(windows.queries, windows.starts)  # of each window
     for number in range(len(windows)):
         if head == "sequence" and number and windows.examples[number] == windows.examples[number - 1]:
             continue  # truncated
         begin, end = windows.starts[number], windows.starts[number + 1]
-        rows = slice(queries_of[number], queries_of[number + 1])
+        rows = slice(first_query[number], first_query[number + 1])
         one = {"input_ids": windows.ids[begin:end].tolist(), "token_type_ids": windows.types[begin:end].tolist()}
         labels = windows.labels[rows]
         if head == "sequence":
@@ -291,7 +291,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
 def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
     """Pad to the longest sequence of the batch; omit token_type_ids if the model has no token types.
 
-    With `tags`, the labels are those of the tokens.
+    With `tags`, each token has a label.
     """
     import torch
 
@@ -312,14 +312,16 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
 
 
 def _predict(trainer: Any, windows: Any, head: str, outputs: int) -> np.ndarray:
-    """Return float32 [R, C]: logits of the query positions."""
+    """Return the logits of the query positions, float32 [R, C]."""
     bounds = list(itertools.pairwise(windows.starts))
-    given = [{"input_ids": windows.ids[a:b].tolist(), "token_type_ids": windows.types[a:b].tolist()} for a, b in bounds]
-    made = trainer.predict(given).predictions
-    made = np.stack(made, -1) if head == "spans" else made
+    features = [
+        {"input_ids": windows.ids[a:b].tolist(), "token_type_ids": windows.types[a:b].tolist()} for a, b in bounds
+    ]
+    raw = trainer.predict(features).predictions
+    raw = np.stack(raw, -1) if head == "spans" else raw
     logits = np.zeros((len(windows.queries), outputs), np.float32)
-    queries_of = np.searchsorted(windows.queries, windows.starts)
+    first_query = np.searchsorted(windows.queries, windows.starts)
     for number, (begin, _) in enumerate(bounds):
-        rows = slice(queries_of[number], queries_of[number + 1])
-        logits[rows] = made[number] if head == "sequence" else made[number][windows.queries[rows] - begin]
+        rows = slice(first_query[number], first_query[number + 1])
+        logits[rows] = raw[number] if head == "sequence" else raw[number][windows.queries[rows] - begin]
     return logits

@@ -1,9 +1,10 @@
 """`bench gpu`: training steps on this machine's GPU, and the limit of the roofline model.
 
 One process without Ray trains one model at a time: our engine with ZeRO-1 on one worker, full sequences of random
-tokens, no corpus. The limit is that of the kernels; the share is its time over ours. `host` is the time in which the
-host launches a step, `kernels` the time of its kernels (torch.profiler). Host reads are the operations of one step at
-which the host waits for the GPU; their Python lines are below the table.
+tokens, no corpus. The limit is the shortest time of the kernels by the roofline model; `share` is this time divided by
+the measured one. `host` is the time in which the host launches a step, `kernels` the time of its kernels
+(torch.profiler). Host reads are the operations of one step at which the host waits for the GPU; the Python lines that
+cause them are below the table.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from tests.bench import aligned
 from tests.bench.baselines import bench_config
 from tests.distributed import engine_of
 
-_WARM_UP = 5  # steps that compile the model and allocate memory
-BLOCKS = 5  # timed blocks of steps, after each of which the host waits for the GPU
-_RATE = 1e-4
+_WARM_UP = 5  # number of steps that compile the model and allocate memory
+BLOCKS = 5  # number of timed blocks of steps; after each, the host waits for the GPU
+_LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one length."""
+    """A model to train at one sequence length."""
 
     name: str
     length: int
-    tokens: int  # per step, in one micro-batch
+    tokens: int  # number of tokens per step, in one micro-batch
     vocabulary: int
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -134,9 +135,9 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: 
 
 def host_reads(step: Callable[[], Any]) -> dict[str, int]:
     """Count how often `step` makes the host wait for the GPU, by Python line."""
-    before, synchronize, places = torch.cuda.get_sync_debug_mode(), torch.cuda.synchronize, list[str]()
+    mode, synchronize, places = torch.cuda.get_sync_debug_mode(), torch.cuda.synchronize, list[str]()
 
-    def noted(*arguments: Any, **options: Any) -> None:
+    def record_caller(*arguments: Any, **options: Any) -> None:
         caller = sys._getframe(1)
         places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
         synchronize(*arguments, **options)
@@ -144,11 +145,11 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        torch.cuda.synchronize = noted  # torch does not warn about it
+        torch.cuda.synchronize = record_caller  # torch does not warn about this call
         try:
             step()
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(mode)
             torch.cuda.synchronize = synchronize
     # c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
     waits = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
@@ -156,7 +157,7 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text, and the lines where the host waited."""
+    """Return the rows as text, followed by the Python lines where the host waited."""
     lines = [["model", "step", "ms", "host, ms", "kernels, ms", "tokens/s", "limit, ms", "share"]]
     lines[0] += ["limited by", "host reads", "memory, GiB"]
     lines += [_cells(row) for row in rows]
@@ -203,7 +204,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
 
     def train() -> None:
         forward_backward.run(batch.micro_batches[0], weights, last=True)
-        engine.step(_RATE)
+        engine.step(_LEARNING_RATE)
 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -217,7 +218,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
 
 
 def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
-    """Return the mean seconds of these steps, up to the GPU's last kernel."""
+    """Return the mean seconds of these steps, until the last kernel on the GPU has ended."""
     if on_gpu:
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -229,7 +230,7 @@ def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
 
 
 def _host_and_kernels(train: Callable[[], None]) -> tuple[float, float]:
-    """Return seconds of a step: of the host, including waits for the queue of 1,000 launches; of the kernels."""
+    """Return the seconds of a step on the host (with waits for a full launch queue), and the seconds of its kernels."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train()

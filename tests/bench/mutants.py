@@ -1,6 +1,6 @@
 """Mutation testing of twelve components: `python -m tests.bench.mutants` changes one operator or number at a time.
 
-A mutant is killed if a test in its component's folder fails, or takes three times as long as without it. The sample
+A mutant is killed if a test in its component's folder fails, or the tests take three times as long. The sample
 depends only on the seed and the code. `--again FILE` repeats the mutants of an earlier result on the current code.
 """
 
@@ -36,7 +36,7 @@ ROOMS = {
     "experiments": "finetune/experiments",
     "workflows": "finetune/workflows",
 }
-SLOWER = 3  # a mutant is killed if tests take this many times as long as without it
+SLOWER = 3  # a mutant is killed if the tests take this many times as long as without a mutant
 _SPARE_SECONDS = 60
 _SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE,
@@ -58,7 +58,7 @@ _SWAPS: dict[type[ast.AST], Any] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-# These run only on a GPU: Triton functions and their launches.
+# Files that run only on a GPU: Triton kernels and their launches.
 _ON_GPU = re.compile(r"kernels/(fused|triton|flash)\w*\.py$")
 
 
@@ -102,7 +102,7 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _changed(node: ast.expr) -> ast.expr | None:
-    """Return the expression with its operator swapped, its number plus one, or without its `not`; None if unchanged."""
+    """Return the expression with its operator swapped, plus one, or without `not`; None if there is no such change."""
     new: Any = copy.deepcopy(node)
     if isinstance(new, ast.Compare) and type(new.ops[0]) in _SWAPS:
         new.ops[0] = _SWAPS[type(new.ops[0])]()
@@ -126,7 +126,7 @@ def _changed(node: ast.expr) -> ast.expr | None:
 
 
 def sample(per_room: int, seed: int, rooms: list[str]) -> list[Mutant]:
-    """Return equally many mutants of each component, interleaved."""
+    """Return a sample with the same number of mutants from each component, interleaved."""
     chosen: list[list[Mutant]] = []
     for room in rooms:
         files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / ROOMS[room]).rglob("*.py"))
@@ -136,7 +136,7 @@ def sample(per_room: int, seed: int, rooms: list[str]) -> list[Mutant]:
 
 
 def again(results: Path, rooms: list[str]) -> list[tuple[Mutant, str]]:
-    """Return the mutants of an earlier result in the current code (nearest equal expression), and what killed them."""
+    """Return the mutants of an earlier result in the current code (nearest equal expression), and their killers."""
     chosen = []
     for row in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
         if row["room"] not in rooms or not (ROOT / row["file"]).is_file():
@@ -149,16 +149,16 @@ def again(results: Path, rooms: list[str]) -> list[tuple[Mutant, str]]:
     return chosen
 
 
-def copied(folder: Path) -> None:
-    """Return the tracked files of the working tree."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
+def copy_tree(folder: Path) -> None:
+    """Copy the tracked files of the working tree into `folder`."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
-def tested(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, str]:
+def run_tests(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, str]:
     """Return whether all of these test files pass in the copy within `limit` seconds, and the first failure."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
@@ -174,10 +174,10 @@ def tested(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, s
     return process.returncode in (0, 5), failed[1] if failed else "collection"
 
 
-def ordered(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
-    """Return the test files of the mutant's component: what killed it before, those that name its module, others.
+def order_tests(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
+    """Return the test files of the mutant's component: its earlier killer, files that name its module, then others.
 
-    `near`: without the others, if there are some that name its module or its package.
+    With `near`, the others are omitted if some files name its module or its package.
     """
     package, _, module = mutant.file.removesuffix(".py").replace("/", ".").rpartition(".")
     names = (rf"{re.escape(package)}(\.| import .*\b){module}\b", rf"{re.escape(package)}\b")
@@ -191,14 +191,14 @@ def ordered(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
 
 
 def main() -> None:
-    """Sample, run, write a line of JSON for each mutant, and print the counts."""
+    """Sample mutants, run tests, write a line of JSON for each mutant, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a line of JSON for each mutant; mutants in it are not repeated")
     parser.add_argument("--per-room", type=int, default=10)
     parser.add_argument("--seed", type=int, default=20261128)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
-    parser.add_argument("--again", type=Path, metavar="FILE", help="the mutants of an earlier result")
-    parser.add_argument("--near", action="store_true", help="only test files that name the module or its package")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="repeat the mutants of an earlier result")
+    parser.add_argument("--near", action="store_true", help="run only test files that name the module or its package")
     parser.add_argument("--limit", type=float, help="seconds after which a mutant counts as killed, not measured")
     options = parser.parse_args()
     if options.again:
@@ -209,7 +209,7 @@ def main() -> None:
     seen = {(row["file"], row["start"], row["text"]) for row in done}
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder, limits = Path(name), dict[str, float]()
-        copied(folder)
+        copy_tree(folder)
         for mutant, killer in chosen:
             if (mutant.file, mutant.start, mutant.text) in seen:
                 continue
@@ -220,25 +220,25 @@ def main() -> None:
             with options.out.open("a") as file:
                 file.write(f"{json.dumps(row)}\n")
     for room in options.rooms:
-        own = [row["killed"] for row in done if row["room"] == room]
-        print(f"{room:12} {sum(own):3} of {len(own):3} killed")
+        results = [row["killed"] for row in done if row["room"] == room]
+        print(f"{room:12} {sum(results):3} of {len(results):3} killed")
 
 
 def time_without_change(folder: Path, room: str) -> float:
     """Return the seconds after which a mutant counts as killed."""
     began = time.monotonic()
-    passes, failed = tested(folder, [f"tests/{room}"], None)
+    passes, failed = run_tests(folder, [f"tests/{room}"], None)
     assert passes, f"{failed} fails without a change"
     return SLOWER * (time.monotonic() - began) + _SPARE_SECONDS
 
 
 def run(folder: Path, mutant: Mutant, killer: str, limit: float, near: bool) -> dict[str, Any]:
-    """Test the copy with this change, and revert it."""
+    """Test the copy with this change, revert the change, and return the result."""
     file, began = folder / mutant.file, time.monotonic()
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
     try:
-        passes, by = tested(folder, ordered(folder, mutant, killer, near), limit)
+        passes, by = run_tests(folder, order_tests(folder, mutant, killer, near), limit)
     finally:
         file.write_bytes(source)
     return {

@@ -1,12 +1,12 @@
 """`bench prepare`: raw text to token shards with bertrain, datasets and tokenizers, alternating, on all cores.
 
-All take the same WikiExtractor file and vocabulary, and are measured in MB/s of the raw file:
+All programs use the same WikiExtractor file and vocabulary, and are measured in MB/s of the raw file:
 
-- `prepare`, from the file to the manifest, including the start of its processes.
-- run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts, without caching. It starts from
-  documents that are already extracted and in Arrow, and does no sentence splitting, deduplication or hashing.
-- `tokenizers.Tokenizer.encode_batch_fast` alone, on sentences that are already split and in memory. Its ids are not
-  copied.
+- prepare: the command `prepare`, from the file to the manifest, including the start of its processes.
+- datasets: run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts, without caching. It
+  starts from documents that are extracted and in Arrow, and does no sentence splitting, deduplication or hashing.
+- tokenizers: only `tokenizers.Tokenizer.encode_batch_fast`, on sentences that are already split and in memory. The ids
+  are not copied.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from pretrain.corpus import prepare, sources
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 
-SEQUENCE_LENGTH = 512  # of group_texts
+SEQUENCE_LENGTH = 512  # length of the sequences that group_texts makes
 _LANGUAGE = "en"
-_UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
-_BATCH_SENTENCES = 10_000  # for encode_batch_fast
+_UNLIMITED = 10**9  # maximum number of tokens, so that transformers does not warn of long documents
+_BATCH_SENTENCES = 10_000  # number of sentences per call of encode_batch_fast
 _BASELINES = ("tokenizers", "datasets", "transformers")
 
 
@@ -64,13 +64,13 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", type=parse_path, required=True, help="WikiExtractor file")
-    parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
+    parser.add_argument("--repeats", type=positive_int, default=5, help="number of repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
 def compare(file: Path, scratch: Path, repeats: int) -> dict[str, Any]:
-    """Measure all three, alternating; return MB/s with ranges, and the ratios to ours."""
+    """Measure all three programs, alternating; return MB/s with ranges, and the ratios of our speed to the others."""
     vocabulary, documents = scratch / "trained", scratch / "documents"
     _prepare(settings_for(file, vocabulary))
     texts = list(read_documents(file))
@@ -109,9 +109,9 @@ def compare(file: Path, scratch: Path, repeats: int) -> dict[str, Any]:
 def _alternate(
     compared: dict[str, Callable[[Path], int]], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the seconds of every repetition and the tokens of each program, which writes into an empty folder.
+    """Run the programs in turn; return the seconds of every repetition, and the number of tokens of each program.
 
-    The first round warms up and does not count.
+    Each run writes into an empty folder. The first round is a warm-up, which does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     tokens: dict[str, int] = {}
@@ -127,7 +127,7 @@ def _alternate(
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Return the ratio of our speed to the baseline's, for each repetition."""
+    """Return median and range of the ratio of our speed to the baseline's, over the repetitions."""
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
@@ -153,16 +153,16 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def settings_for(file: Path, folder: Path, vocabulary: Path | None = None) -> dict[str, Any]:
-    """Return a config to prepare `file` in `folder`; a vocabulary is trained unless given."""
-    given = {"path": str(vocabulary)} if vocabulary else {}
+    """Return a config to prepare `file` in `folder`; without `vocabulary`, one is trained."""
+    vocabulary_settings = {"path": str(vocabulary)} if vocabulary else {}
     source = {"kind": "wikiextractor", "path": str(file)}
-    corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
+    corpus = {"dir": str(folder), "sources": [source], "vocabulary": vocabulary_settings, "language": _LANGUAGE}
     phase = {"sequence_length": SEQUENCE_LENGTH, "global_sequences": 1, "steps": 1, "peak_learning_rate": 1e-4}
     return {"name": "bench", "corpus": corpus, "phases": [phase]}
 
 
 def read_documents(file: Path) -> Iterator[list[str]]:
-    """Return the sentences of each document of a WikiExtractor file, split as in `prepare`."""
+    """Yield the sentences of each document of a WikiExtractor file, split as in `prepare`."""
     source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
     for number, item in enumerate(sources.find_inputs(source, "--file")):
         for chunk in sources.cut(source, 0, number, item):
@@ -176,13 +176,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _process(make_ready: Callable[..., object], *arguments: Any) -> ProcessPoolExecutor:
-    """A process that is initialized once and then waits for rounds."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), make_ready, arguments)
+def _process(initializer: Callable[..., object], *arguments: Any) -> ProcessPoolExecutor:
+    """Return a process that calls `initializer` once, and then waits for work."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer, arguments)
 
 
 def _prepare(settings: dict[str, Any]) -> int:
-    """Run the whole `prepare`; return the number of tokens."""
+    """Run the complete `prepare`, and return the number of tokens."""
     config = PretrainConfig.model_validate(settings)
     prepare.prepare(config, quiet=True)
     return sum(shard["tokens"] for shard in read_manifest(config.corpus.folder)["shards"])
@@ -197,7 +197,7 @@ def _tokenizer(vocabulary: Path) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, sentences: list[str], _: Path) -> int:
-    """Run `tokenizers` on all cores, with threads over the sentences of this process; return the number of tokens."""
+    """Tokenize the sentences on all cores, with threads of `tokenizers`; return the number of tokens."""
     batches = (sentences[start : start + _BATCH_SENTENCES] for start in range(0, len(sentences), _BATCH_SENTENCES))
     return sum(len(one) for batch in batches for one in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
 
@@ -209,11 +209,11 @@ def _write_dataset(texts: list[list[str]], folder: Path) -> None:
     datasets.Dataset.from_dict({"text": ["\n".join(lines) for lines in texts]}).save_to_disk(folder)
 
 
-_held: Any = None  # the data with which this process was initialized
+_held: Any = None  # (dataset, tokenizer) with which this process was initialized
 
 
 def _load_dataset(folder: Path, vocabulary: Path) -> None:
-    """Initialize run_mlm's preprocessing. Special tokens in the text are ordinary characters, as in ours."""
+    """Initialize run_mlm's preprocessing. Special tokens in the text are tokenized like words, as in `prepare`."""
     global _held
     import datasets
     import transformers
@@ -242,7 +242,7 @@ def _map_dataset(folder: Path) -> int:
 
 
 def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """Concatenate the documents of a batch and split them into full sequences, without the remainder, as run_mlm."""
+    """Concatenate the documents of a batch and split them into full sequences, without the remainder, like run_mlm."""
     joined = {name: list(itertools.chain(*rows)) for name, rows in examples.items()}
     total = len(joined["input_ids"]) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
     return {

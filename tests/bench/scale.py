@@ -1,7 +1,7 @@
-"""`bench scale`: work of one rank per step, by the number of ranks, simulated in this process without a network.
+"""`bench scale`: work of one rank to plan a step, by the number of ranks, simulated in this process without a network.
 
-Each rank trains 64 sequences, so the global batch grows with the ranks. Times are CPU time, minima over steps.
-The corpus is synthetic; a tenth of the sequences is short, as in a run.
+Each rank trains 64 sequences, so the global batch grows with the number of ranks. Times are minima of CPU time over
+steps. The corpus is synthetic; a tenth of the sequences is short, as in a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: int) -> list[str]:
-    """Return the row of the middle rank of `ranks`, for a step with `each` sequences per rank."""
+    """Return the row for the middle one of `ranks`, for steps with `each` sequences per rank."""
     sequences = ranks * each
     phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
     engine = {"micro_batch_tokens": each * length}
@@ -64,7 +64,7 @@ def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: in
 
 
 def _imbalance(maker: BatchMaker, sequences: int) -> float:
-    """Return the maximum of tokens over ranks, divided by the mean."""
+    """Return the maximum number of tokens over ranks, divided by the mean."""
     loads = []
     for part in balancing.parts(sequences, maker.world_size):
         plan, assignment = maker.assign(0, part)

@@ -1,10 +1,9 @@
 """`bench step`: training throughput of bertrain and of transformers' BERT on the same batches.
 
 Baselines (`--peers`): transformers with scaled-dot-product attention, with or without torch.compile, autocast to the
-same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
-engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in a separate process, and only
-one works at a time. Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest
-baseline.
+same precision, torch's fused AdamW, batches padded to their longest sequence. They are compared with bertrain's engine
+(DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each trainer runs in a separate process, and
+only one works at a time. Throughput counts the tokens of the sequences, never padding.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pretrain.objectives import objective_of
 from tests.bench.baselines import BARE, BASELINES, DEVICE, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4
-WARM_UP = 3  # untimed steps, which compile the model and allocate memory
+WARM_UP = 3  # number of untimed steps, which compile the model and allocate memory
 
 
 def main(argv: list[str]) -> int:
@@ -63,7 +62,7 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
     tokens = sum(step.tokens for step in steps)
     seconds = timings.seconds_per_token
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
-    # MFU per FLOP of a token.
+    # MFU divided by the FLOPs of a token.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
     model_flops = objective_of(config, shards.vocabulary_size).model_flops
     batches = [batch for step in steps for batch in step.micro_batches]
@@ -88,11 +87,11 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
 
 @dataclass
 class _Timings:
-    """Measurements of the timed steps, by trainer."""
+    """Measurements of the timed steps, as {kind of trainer: values}."""
 
     seconds_per_token: dict[str, list[float]]
     losses: dict[str, list[float]]
-    matmul_peaks: list[float] = field(default_factory=list)  # FLOP/s
+    matmul_peaks: list[float] = field(default_factory=list)  # of the machine at each step, FLOP/s
 
 
 def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) -> _Timings:
@@ -114,7 +113,7 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
 
 
 def _ratio(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Return [median, minimum, maximum] of baseline time / our time, step by step."""
+    """Return [median, minimum, maximum] over the steps of the baseline's time divided by ours."""
     ratios = [a / b for a, b in zip(baseline, ours, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
@@ -145,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=positive_int, default=8192, help="approximate tokens per step, padding included"
     )
-    parser.add_argument("--repeats", type=positive_int, default=7, help="timed steps of each; the median is reported")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=7, help="number of timed steps per trainer; the median is reported"
+    )
     parser.add_argument(
         "--peers",
         nargs="+",

@@ -1,8 +1,8 @@
 """`bench stream`: data loaders of several ranks on simulated machines, with a synthetic corpus that is not stored.
 
-An S3 server generates the corpus from block numbers: a shard has a hundred positions with one of ten different blocks
-each, so that the digests are known. Each machine has a separate cache. Measured: the time to the first step, stalls at
-a given token rate, bytes fetched by each machine, memory, and the time to the first step from the middle.
+An S3 server generates the corpus from block positions: each of a shard's hundred positions has one of ten different
+blocks, so that the digests are known. Each machine has a separate cache. The benchmark measures the time to the first
+step (also when starting in the middle), stalls at a given token rate, bytes fetched by each machine, and memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.bench import environment
 
 _KINDS, _PLACES, _TOKENS, _DOCUMENT, _SENTENCE = 10, 100, 1 << 20, 512, 32
 _SEQUENCES, _VOCABULARY, _ADDRESS = 4096, 30_000, "s3://bucket/corpus"
-_MACHINES, _CACHE = 2, 10**9  # bytes of the cache of each machine
+_MACHINES, _CACHE = 2, 10**9  # number of machines; size of the cache of each machine in bytes
 _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
-_HEADER, _WIDTHS = 128, {"tokens": 2, "sentences": 8, "documents": 16}  # bytes
+_HEADER, _WIDTHS = 128, {"tokens": 2, "sentences": 8, "documents": 16}  # bytes of a header, and of an element
 _LENGTHS = {"tokens": _TOKENS, "sentences": _TOKENS // _SENTENCE, "documents": _TOKENS // _DOCUMENT}
 
 
@@ -47,7 +47,7 @@ def config(steps: int) -> PretrainConfig:
 
 
 class Corpus:
-    """The objects of the server, by name."""
+    """Generates the objects that the server stores."""
 
     def __init__(self, shards: int) -> None:
         random = np.random.default_rng(0)
@@ -88,7 +88,7 @@ class Corpus:
         self.counts = {f".samples/{name}": content}
 
     def table(self, shard: int) -> bytes:
-        """Return the table of blocks of a shard, as a file."""
+        """Return the content of a shard's file of blocks."""
         blocks = np.zeros(_PLACES, BLOCK)
         place = np.arange(_PLACES)
         for begin, end, part in (("begin", "end", "tokens"), ("first", "last", "documents")):
@@ -100,7 +100,7 @@ class Corpus:
         return _npy(blocks)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return the number of bytes of an array of a shard."""
+        """Return the bytes `begin` to `end - 1` of the file `name`, which has an array of a shard."""
         shard, part = int(name[6:11]), name.split(".")[1]
         begin, end = begin - _HEADER, end - _HEADER
         if part != "tokens":
@@ -118,7 +118,7 @@ class Corpus:
 
 
 def kind_of(shard: int, place: int) -> int:
-    """Return which of the different blocks is at a position of a shard."""
+    """Return which of the `_KINDS` different blocks is at a position of a shard."""
     return hashlib.blake2b(f"{shard} {place}".encode(), digest_size=4).digest()[0] % _KINDS
 
 
@@ -133,7 +133,7 @@ def _file(content: bytes) -> dict[str, Any]:
 
 
 def _counts(manifest: dict[str, Any], blocks: int) -> tuple[str, bytes]:
-    """Return (name, content) of the sample counts of all blocks, which are equal."""
+    """Return (name, content) of the file with the sample count of every block; all counts are equal."""
     from pretrain.batches.blocks import counts_file
     from pretrain.batches.cuts import Cutting
     from pretrain.corpus.shards import TokenShards, source_fingerprints
@@ -201,7 +201,7 @@ def serve(shards: int) -> None:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """Run one rank: read at the given rate for some time, then at full speed; print the measurements."""
+    """Run one rank: read at the given rate for the given time, and print the measurements."""
     began = time.monotonic()
     import s3fs  # noqa: F401 - here, so that the first read does not import it
     import torch
@@ -241,19 +241,19 @@ def rank_main(arguments: argparse.Namespace) -> None:
         exchange=exchange,
     )
     tokens, first, start, stalled = 0, 0.0, 0.0, 0.0
-    deadline, most = float("inf"), before
+    deadline, peak = float("inf"), before
     for number, batch in enumerate(loader):
         if not number:
             first, start, stalled = time.monotonic() - began, time.monotonic(), loader.stall_seconds
             deadline = start + arguments.seconds
         else:
             tokens += batch.tokens
-        most = max(most, _memory())
+        peak = max(peak, _memory())
         if (wait := start + tokens / arguments.rate - time.monotonic()) > 0:
             time.sleep(wait)
-        over = torch.tensor([float(time.monotonic() > deadline)])
-        dist.all_reduce(over)  # all ranks stop at the same step
-        if over.item():
+        is_over = torch.tensor([float(time.monotonic() > deadline)])
+        dist.all_reduce(is_over)  # all ranks stop at the same step
+        if is_over.item():
             break
     seconds = time.monotonic() - start
     result = {
@@ -264,7 +264,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "tokens_per_s": round(tokens / seconds),
         "stalled": round((loader.stall_seconds - stalled) / seconds, 4),
         "fetched_mb": round(sum(fetched) / 1e6, 1),
-        "memory_mb": round((most - before) / 1e6),
+        "memory_mb": round((peak - before) / 1e6),
     }
     print(json.dumps(result), flush=True)
     loader.close()
@@ -272,7 +272,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def _memory() -> int:
-    """Return the bytes of this process that are not file-backed, so not shared with others."""
+    """Return this process's memory in bytes without file-backed pages, which it may share with others."""
     status = Path("/proc/self/status").read_text()
     return 1024 * sum(int(found) for found in re.findall(r"RssAnon:\s+(\d+)", status))
 
@@ -283,8 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--terabytes", type=float, default=1.0, help="size of the corpus (1)")
     parser.add_argument("--ranks", type=int, default=8, help="total number of ranks (8)")
     parser.add_argument("--rate", type=float, default=4e5, help="tokens/s to consume, over all ranks (4e5)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each start reads (60)")
-    parser.add_argument("--steps", type=int, nargs="*", default=[0, 800_000], help="where to start (0 800000)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to read after each start (60)")
+    parser.add_argument("--steps", type=int, nargs="*", default=[0, 800_000], help="steps to start from (0 800000)")
     for name, kind in (("serve", int), ("rank", int), ("rendezvous", str), ("step", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -314,7 +314,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: str, step: int) -> None:
-    """Run all ranks, starting at one step."""
+    """Run all ranks from the given step, and print their measurements."""
     ranks, options = [], ("ranks", "rate", "seconds")
     given = [word for name in options for word in (f"--{name}", str(getattr(arguments, name)))]
     for rank in range(arguments.ranks):
@@ -334,10 +334,10 @@ def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: 
     for result in results:
         print("  " + "  ".join(f"{name} {value}" for name, value in result.items()))
     for machine in range(_MACHINES):
-        its = [one for one in results if one["rank"] * _MACHINES // arguments.ranks == machine]
+        on_machine = [one for one in results if one["rank"] * _MACHINES // arguments.ranks == machine]
         files = (scratch / f"machine-{machine}").rglob(".streamed/*/*")
         used = sum(512 * path.stat().st_blocks for path in files)
-        fetched = sum(one["fetched_mb"] for one in its)
+        fetched = sum(one["fetched_mb"] for one in on_machine)
         print(f"  machine {machine}: fetched {fetched:,.1f} MB; cache {used / 1e6:,.0f} MB")
 
 

@@ -13,7 +13,7 @@ VOCABULARY_SIZE = 30522
 def synthetic_corpus(folder: Path) -> TokenShards:
     """Return five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens.
 
-    `folder` gets the vocabulary.
+    The vocabulary is written to `folder`.
     """
     random = np.random.default_rng(0)
     sentences = np.concatenate(([0], np.cumsum(random.integers(5, 46, 200_000))))

@@ -360,5 +360,5 @@ def test_runs_of_the_benchmark_are_not_tracked(tmp_path: Path) -> None:
     reviews = write_reviews(tmp_path, train=4, dev=4)
     tracking = {"wandb": "online", "log_every_steps": 7}
     config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, tracking=tracking))
-    written = load_config(finetuning.write_result(config, 3, tmp_path / "ours-3"))
+    written = load_config(finetuning.write_run_config(config, 3, tmp_path / "ours-3"))
     assert (written.tracking.wandb, written.tracking.log_every_steps, written.seed) == ("off", 7, 3)

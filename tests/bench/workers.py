@@ -23,7 +23,7 @@ from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
 from tests.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
 
-_WINDOW = 10  # steps per record
+_WINDOW = 10  # number of steps per record
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare(bare: dict[str, Any], setups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with medians, and the throughput relative to bare and to the first setup of the same stage."""
+    """Add medians, and throughput relative to `bare` and to the first setup of the same stage; return all rows."""
     first = {setup["zero"]: setup for setup in reversed(setups)}
     for setup in setups:
         setup["of bare"] = _share(setup, bare)
@@ -81,7 +81,7 @@ def compare(bare: dict[str, Any], setups: list[dict[str, Any]]) -> list[dict[str
 
 
 def _share(row: dict[str, Any], base: dict[str, Any]) -> float:
-    """Return the median over rounds of row / base."""
+    """Return the throughput of `row` divided by the throughput of `base`, as the median over rounds."""
     pairs = zip(row["tokens_per_second"], base["tokens_per_second"], strict=True)
     return statistics.median(rate / base_rate for rate, base_rate in pairs)
 
@@ -91,7 +91,7 @@ def _config(options: argparse.Namespace) -> PretrainConfig:
 
 
 def _pretrain(run: Path, setup: dict[str, Any], options: argparse.Namespace) -> float:
-    """Run the command `pretrain`; return its throughput."""
+    """Run the command `pretrain`, and return its throughput."""
     path = run.with_suffix(".yaml")
     path.write_text(dump(_config(options)))
     settings = {

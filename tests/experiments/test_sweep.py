@@ -20,7 +20,7 @@ from rich.console import Console
 from cluster.workers.trials import choose_parallel
 from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
-from finetune.experiments.candidates import Candidate, candidates, rank, removable
+from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
 from finetune.experiments.grid import GridPoint, auto_grid, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import degenerate
@@ -444,22 +444,24 @@ def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
     points = [point for point in expand({"x": ["1", "2"]}) for _ in range(3)]
     outcomes = [FAILED, done(0.91), FAILED, done(0.90), done(0.89), done(0.91)]
     assert [one.point.label for one in rank(given(points, outcomes))] == ["x 2", "x 1"]
-    assert removable(given(points, outcomes)) == [0, 1, 2, 3, 4]
+    assert removable_trials(given(points, outcomes)) == [0, 1, 2, 3, 4]
     # What did not diverge is run again: then the first settings may lead after all.
     again = Outcome(error=MachineError("killed"))
-    assert removable(given(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
+    assert removable_trials(given(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
 
 
 def test_models_are_dropped_once_other_settings_lead() -> None:
     one, two = expand({"x": ["1", "2"]})
     points = [one, one, two, two]
-    assert removable(given(points, [done(0.5), None, None, None])) == []
-    assert removable(given(points, [done(0.5), done(0.6), None, None])) == [0]
+    assert removable_trials(given(points, [done(0.5), None, None, None])) == []
+    assert removable_trials(given(points, [done(0.5), done(0.6), None, None])) == [0]
     # The second settings are not all over: their best stays, and so do the leading ones'.
-    assert removable(given(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
-    assert removable(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
-    assert removable(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
-    assert removable(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
+    assert removable_trials(given(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
+    assert removable_trials(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
+    assert removable_trials(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
+    assert removable_trials(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], (
+        "the first of equals"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Whole training steps on CUDA tensors that do not exist, on any machine.
 
 Fake tensors have a device, a type and a shape, and no values. Torch's builds for CPUs know no CUDA device; `device.cpp`
-registers one on which nothing runs. `trace.py` takes steps of the engine there; `kernels.py` compiles their kernels.
+registers one on which nothing runs. `trace.py` runs steps of the engine there; `kernels.py` compiles their kernels.
 """
 
 import json
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(module: str, cases: Iterable[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What a module of this package prints of each case, in a process that has the fake device; built in `folder`."""
+    """Return what a module of this package prints per case, in a process with the fake device, built in `folder`."""
     library, torch_folder = folder / "device.so", Path(torch.__file__).parent
     subprocess.run(
         [

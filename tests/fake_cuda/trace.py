@@ -36,7 +36,7 @@ from tests.distributed import NullWatchdog
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")
 VOCABULARY, LENGTHS, TYPES = 30_522, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
-# The bodies of operators of ours, of which fake tensors would only ask the shapes.
+# {operator of ours: its body}: for these operators, fake tensors would compute only shapes.
 ATTENTION: dict[Any, Any] = {
     torch.ops.bertrain.grouped_attention.default: grouped_op.forward_op._init_fn,
     torch.ops.bertrain.grouped_attention_backward.default: grouped_op.backward_op._init_fn,
@@ -50,7 +50,7 @@ launches: set[str] = set()
 
 
 def main(cases: list[str]) -> None:
-    """Print what a step of each case does; torch has found the device of the library by now."""
+    """Print what a step of each case does; torch has already found the device that the library registers."""
     pretend_to_have_a_gpu()
     from pretrain.training.engine import end_process_group
 
@@ -63,7 +63,7 @@ def main(cases: list[str]) -> None:
 
 
 def take_a_step(case: dict[str, Any]) -> None:
-    """Steps of two micro-batches, as the loop launches them; what happens in the last one is counted."""
+    """Run steps of two micro-batches as the training loop does, and record what happens in the last step."""
     from pretrain.batches.batch import StepBatch, moved
     from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.model import attention
@@ -102,7 +102,7 @@ def take_a_step(case: dict[str, Any]) -> None:
 def launch_what_would_be_recorded(
     graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any, _variant: Any
 ) -> Tensor:
-    """In place of `PassGraphs.run`: a fake device records nothing."""
+    """Replace `PassGraphs.run`, since a fake device cannot record graphs."""
     from pretrain.training.engine.pass_graphs import with_common_lengths
 
     graphs._weights = torch.tensor(weights).pin_memory().to(batch.input_ids.device, non_blocking=True)
@@ -110,7 +110,7 @@ def launch_what_would_be_recorded(
 
 
 def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
-    """Of two steps of two held-out micro-batches each, which are in the host's memory."""
+    """Record the host reads of two evaluation steps, each of two micro-batches in the host's memory."""
     from pretrain.batches.batch import StepBatch
     from pretrain.run.train import Pretraining
 
@@ -146,7 +146,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 
 
 def batch_of(case: dict[str, Any]) -> Any:
-    """Sequences of `LENGTHS`; for a task, of examples of two windows each."""
+    """Return a batch with sequences of `LENGTHS`; for a task, two are the windows of one example."""
     from finetune.training.model.batches import LabeledBatch
     from tests.batches_by_hand import make_batch
 
@@ -159,13 +159,13 @@ def batch_of(case: dict[str, Any]) -> Any:
     inputs = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
     return LabeledBatch(
         **{name: getattr(batch, name) for name in inputs},
-        rows=rows,
-        sequence=windows if head == "sequence" else windows.repeat_interleave(lengths),
-        owners=windows // 2,
+        query_positions=rows,
+        window_of_query=windows if head == "sequence" else windows.repeat_interleave(lengths),
+        example_of_window=windows // 2,
         examples=len(windows) // 2,
         labels=torch.zeros((len(rows), 2) if objective in ("labels", "span") else len(rows), dtype=torch.long),
         weights=torch.ones(len(rows)),
-        query_rows=rows.numpy(),
+        query_indices=rows.numpy(),
     )
 
 

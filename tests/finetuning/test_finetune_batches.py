@@ -66,13 +66,13 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
     for batch in make_batches(windows).step(3, 5).micro_batches:
         starts = batch.cu_seqlens.tolist()
         assert list(batch.lengths) == sorted(batch.lengths) == np.diff(starts).tolist()
-        rows = batch.rows.tolist()
+        rows = batch.query_positions.tolist()
         assert rows == sorted(rows)
         # An id is its token's place in the set plus 1000, a label three times that place.
-        places = windows.queries[batch.query_rows].tolist()
-        assert (batch.input_ids[batch.rows] - 1000).tolist() == (batch.labels // 3).tolist() == places
-        assert batch.weights.tolist() == windows.weights[batch.query_rows].tolist()
-        for row, sequence in zip(rows, batch.sequence.tolist(), strict=True):
+        places = windows.queries[batch.query_indices].tolist()
+        assert (batch.input_ids[batch.query_positions] - 1000).tolist() == (batch.labels // 3).tolist() == places
+        assert batch.weights.tolist() == windows.weights[batch.query_indices].tolist()
+        for row, sequence in zip(rows, batch.window_of_query.tolist(), strict=True):
             assert starts[sequence] <= row < starts[sequence + 1]
         for number, (begin, end) in enumerate(itertools.pairwise(starts)):
             assert batch.positions[begin:end].tolist() == list(range(end - begin))
@@ -80,7 +80,7 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
             assert (batch.input_ids[begin:end] - 1000).tolist() == list(
                 range(windows.starts[place], windows.starts[place + 1])
             )
-            same_owner = batch.owners == batch.owners[number]
+            same_owner = batch.example_of_window == batch.example_of_window[number]
             owner_examples = {
                 int(windows.examples[np.searchsorted(windows.starts, int(batch.input_ids[b]) - 1000)])
                 for b, same in zip(starts[:-1], same_owner.tolist(), strict=True)
@@ -116,7 +116,7 @@ def test_prediction_sees_every_row_on_some_rank(lengths: list[list[int]], world_
     windows = make_windows(lengths)
     by_rank = [list(make_batches(windows, rank, world_size).every_window()) for rank in range(world_size)]
     assert len({len(found) for found in by_rank}) == 1
-    seen = np.concatenate([batch.query_rows for batches in by_rank for batch in batches])
+    seen = np.concatenate([batch.query_indices for batches in by_rank for batch in batches])
     assert np.unique(seen).tolist() == list(range(len(windows.queries)))
     if world_size == 1:
         assert len(seen) == len(windows.queries)

@@ -84,10 +84,10 @@ def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
     asked = ALL[ALL % 3 == 1]
     batch = make_batch(asked % 5, asked)
     labels = torch.full((len(LENGTHS), max(LENGTHS)), -100)
-    labels[batch.sequence, batch.positions[batch.rows]] = batch.labels
+    labels[batch.window_of_query, batch.positions[batch.query_positions]] = batch.labels
     with torch.no_grad():
         output, expected = model(batch), baseline(**pad(batch), labels=labels)
-    found = expected.logits[batch.sequence, batch.positions[batch.rows]]
+    found = expected.logits[batch.window_of_query, batch.positions[batch.query_positions]]
     torch.testing.assert_close(output.logits, found, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.loss / len(asked), expected.loss, rtol=1e-5, atol=1e-6)
 
@@ -166,7 +166,7 @@ def test_heads_drop_where_and_as_much_as_transformers(family, values, head, kind
         output, expected = model(batch), baseline(**inputs)
     logits = torch.stack([expected.start_logits, expected.end_logits], -1) if head == "spans" else expected.logits
     if head != "sequence":
-        logits = logits[batch.sequence, batch.positions[batch.rows]]
+        logits = logits[batch.window_of_query, batch.positions[batch.query_positions]]
     torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
     batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
     (each,) = batches.every_window()
     with torch.no_grad():
-        logits = model(each).logits[np.argsort(each.query_rows)]
+        logits = model(each).logits[np.argsort(each.query_indices)]
         loss = sum(model(batch).loss for batch in batches.step(0, 2).micro_batches)
     means = torch.stack([(logits[0] + logits[1]) / 2, logits[2]])
     expected = torch.nn.functional.cross_entropy(means, torch.tensor([2, 0]), reduction="none")

@@ -149,15 +149,15 @@ def pair(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([pair()[:-2] + b', "x": "\xe9"}\n'], "line 1 is not a pair of BLiMP .UnicodeDecodeError"),
-        ([pair() + pair(sentence_good=None)], "line 2 is not a pair of BLiMP .*a value is not text"),
-        ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
-        ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
+        ([pair()[:-2] + b', "x": "\xe9"}\n'], "line 1 is not a BLiMP pair .UnicodeDecodeError"),
+        ([pair() + pair(sentence_good=None)], "line 2 is not a BLiMP pair .*a value is not text"),
+        ([pair() + pair(UID="two")], r"line 2 has another UID or term\. Give one file for each UID"),
+        ([pair() + pair(linguistics_term="u")], "line 2 has another UID or term"),
         ([pair(), pair()], r"1\.jsonl: another file has the same UID .one."),
         ([], r"no \.jsonl file"),
         ([b""], "has no pair"),
-        ([b'{"sentence_good": "a"}\n'], "line 1 is not a pair"),
-        ([b"[1\n"], "line 1 is not a pair"),
+        ([b'{"sentence_good": "a"}\n'], "line 1 is not a BLiMP pair"),
+        ([b"[1\n"], "line 1 is not a BLiMP pair"),
     ],
 )
 def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: str) -> None:
@@ -171,7 +171,7 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
 
 
 def characters_of(tokenizer: Tokenizer, document: str) -> list[int]:
-    return held_out.tokens_of(tokenizer, document)[1].tolist()
+    return held_out.encode_document(tokenizer, document)[1].tolist()
 
 
 def test_every_character_belongs_to_one_token(bert: Path) -> None:

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from finetune.cli import main
 from finetune.scores import common_words, masked_model
-from finetune.scores.common_words import LIST, score_common_words, token_groups
+from finetune.scores.common_words import WORD_LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups
-from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sample_words, tokens_of_words
+from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sample_words, tokenize_words
 from finetune.scores.text_scores import text_scores
 from finetune.scores.view import score_notes, score_rows, score_table
 from finetune.scores.whole_words import score_whole_words
@@ -34,7 +34,7 @@ SHA_256 = "5edbcf74a02665cac570f587cf0ad0f3ff88d786c65172b42b6f1896f14838cb"
 
 def test_the_list_is_fixed_for_ever() -> None:
     """Scores by another list would not compare with earlier ones."""
-    assert hashlib.sha256(LIST.read_bytes()).hexdigest() == SHA_256
+    assert hashlib.sha256(WORD_LIST.read_bytes()).hexdigest() == SHA_256
     words = common_words.common_words()
     assert list(words) == sorted(set(words))
     assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
@@ -57,7 +57,7 @@ def test_the_same_words_in_the_same_passages_are_scored() -> None:
 
 def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
-    with pytest.raises(NoScoreError, match="has none of these words"):
+    with pytest.raises(NoScoreError, match="contain no word to score"):
         sample_words([text], PassageSettings(), lambda word: True)
 
 
@@ -69,7 +69,7 @@ class Oracle:
     def __init__(self, tokenizer: Tokenizer, words: Counter[str]) -> None:
         self.tokenizer, self.words = tokenizer, words
         self.unknown_id = -1 if tokenizer.token_to_id("[UNK]") is None else tokenizer.token_to_id("[UNK]")
-        spelled = zip(words, tokens_of_words(self, list(words)), strict=True)  # pyright: ignore[reportArgumentType]
+        spelled = zip(words, tokenize_words(self, list(words)), strict=True)  # pyright: ignore[reportArgumentType]
         self.spelled = {word: tuple(tokens.tolist()) for word, tokens in spelled}
         self.beginnings: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for word, tokens in self.spelled.items():
@@ -85,7 +85,7 @@ class Oracle:
         for word, tokens in self.spelled.items():
             if len(tokens) == 1:
                 mass[tokens[0]] += self.words[word]
-        scores = among.scores(mass.log()[None]).log_softmax(-1)[0]
+        scores = among.group_logits(mass.log()[None]).log_softmax(-1)[0]
         assert all((one.ids == self.mask_id).sum() == len(one.labels) == 1 for one in sequences)
         return [float(scores[one.labels[0]]) for one in sequences]
 
@@ -249,7 +249,7 @@ def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any) -> Non
     assert 0 < whole["lower"] <= whole["upper"]
     rows = dict(score_rows([found]))
     assert rows["common words, bits (English only)"] == [f"{common['bits']:.4f} ± {common['standard_error']:.4f}"]
-    assert rows["whole words, bits per character, between"] == [f"{whole['lower']:.4f} and {whole['upper']:.4f}"]
+    assert rows["whole words, bits per character (bounds)"] == [f"{whole['lower']:.4f} to {whole['upper']:.4f}"]
     assert "held-out text, bits per character (within one vocabulary)" in rows
     assert "common words, bits" in (tmp_path / "out" / "scores.html").read_text()
     monkeypatch.setattr(common_words, "common_words", lambda: ("film",))

@@ -803,7 +803,7 @@ def test_weights_and_smoothing_are_torchs(tokenizer: Tokenizer, problem, smoothi
     step = Batches(one.windows(examples, encoder, training=True), seed=0, budget=99, rank=0, world_size=1).step(0, 5)
     (batch,) = step.micro_batches
     loss = LOSSES["sequence", one.objective](logits, batch) / step.weight
-    true, weight = torch.from_numpy(scored.labels)[batch.query_rows], torch.ones(3)
+    true, weight = torch.from_numpy(scored.labels)[batch.query_indices], torch.ones(3)
     for name, number in (weights or {}).items():
         weight["abc".index(name)] = number
     if problem == "single_label":

@@ -66,7 +66,7 @@ def test_a_text_becomes_a_model_and_a_report(start: str, tmp_path: Path) -> None
     assert "general text: held-out MLM loss, nats" in page
     changed = run_program(main, [*command, "--steps", "5"], cwd=tmp_path, env=environment)
     assert changed.returncode == 2
-    assert "was started with other options: phases.0.steps (4 -> 5)" in changed.stderr
+    assert "was started with different options (phases.0.steps (4 -> 5))" in changed.stderr
 
 
 def assert_loads(folder: Path, size: int) -> None:
@@ -255,7 +255,7 @@ def test_steps_follow_from_the_prepared_text(tmp_path, monkeypatch, tokens, repl
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))
-    values = settings.run_values(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
+    values = settings.run_settings(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
     values["adaptation"] |= {"replay_corpus": "g", "replay_share": replay}
     path.write_text(json.dumps(values))
     assert settings.choose_steps(load_config(path), arguments) == pytest.approx(expected, abs=1)
@@ -282,7 +282,7 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
     [
         (["--minutes", "0"], "--minutes: 0; expected a number above 0"),
         (["--minutes", "nan"], "--minutes: nan; expected a number above 0"),
-        (["--replay", "1"], "--replay: 1; expected a share from 0 to below 1"),
+        (["--replay", "1"], "--replay: 1; expected a number >= 0 and < 1"),
         ([], "--from: nowhere: no such folder"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Makes unpadded micro-batches of labeled windows: order of examples and balance across ranks (invariants 1 to 3)."""
+"""Makes unpadded micro-batches of labeled windows, shuffled and balanced (invariants 1 to 3 in docs/invariants.md)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LabeledBatch:
     token_types: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     cu_seqlens: Tensor  # int32 [S + 1]
-    token_keys: Tensor  # int32 [T], seeds of dropout
-    rows: Tensor  # int64 [R], ascending: query positions, the token rows that the head sees
-    sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
-    owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
-    examples: int  # E
-    labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
-    weights: Tensor  # fp32 [R]
-    lengths: tuple[int, ...]  # tokens of each window, ascending
-    query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
+    token_keys: Tensor  # int32 [T], dropout seed of each token
+    query_positions: Tensor  # int64 [R], positions of the tokens that the head reads, ascending
+    window_of_query: Tensor  # int64 [R], index of the window (0 to S-1) of each query position
+    example_of_window: Tensor  # int64 [S], index of the example (0 to E-1) of each window
+    examples: int  # number of examples, E
+    labels: Tensor  # [R] or [R, C], labels of the query positions, see `finetune.tasks.base.Objective`
+    weights: Tensor  # fp32 [R], loss weight of each query position
+    lengths: tuple[int, ...]  # number of tokens of each window, ascending
+    query_indices: np.ndarray  # int64 [R], index of each query position in `Windows.queries`
 
     def to(self, device: torch.device) -> LabeledBatch:
         """Return a copy on `device`."""
@@ -45,28 +45,28 @@ class LabeledBatch:
 class LabeledStep:
     """One rank's part of an optimizer step, with the global weight that normalizes the loss (invariant 3)."""
 
-    micro_batches: tuple[LabeledBatch, ...]  # as many on every rank
-    sequences: int  # examples of all ranks
-    tokens: int  # of all ranks
-    weight: float  # of all ranks
-    epoch: int  # of the first example
+    micro_batches: tuple[LabeledBatch, ...]  # every rank has the same number of them
+    sequences: int  # number of examples on all ranks
+    tokens: int  # number of tokens on all ranks
+    weight: float  # sum of the loss weights on all ranks
+    epoch: int  # epoch of the first example
 
     def to(self, device: torch.device) -> LabeledStep:
-        """Copy to `device` asynchronously."""
+        """Return a copy on `device`; copying is asynchronous."""
         batches = map(pinned, self.micro_batches) if device.type == "cuda" else self.micro_batches
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in batches))
 
 
 class Batches:
-    """Makes the batches of any step from a set of windows, in an endless sequence of shuffled epochs.
+    """Makes the batches of any step from a set of windows, whose examples are an endless sequence of shuffled epochs.
 
-    Example i of that sequence is a pure function of (seed, i), so the state of the data is one integer (invariant 1).
+    Example i of that sequence is a pure function of (seed, i), so the data position is one integer (invariant 1).
 
     Args:
-        windows: the set of windows.
+        windows: windows of all examples of a set.
         seed: seed of the order and of dropout.
         budget: maximum tokens per micro-batch.
-        rank, world_size: rank of this worker, and number of workers.
+        rank, world_size: index of this worker, and number of workers.
     """
 
     def __init__(self, windows: Windows, *, seed: int, budget: int, rank: int, world_size: int) -> None:
@@ -74,10 +74,10 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
         self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], first query of each window
-        numbers, self._first = np.unique(windows.examples, return_index=True)
-        self.examples = len(numbers)
-        self._windows_of = np.append(self._first, len(windows))  # [N + 1]
-        self._tokens_N = np.add.reduceat(self._lengths_F, self._first) if self.examples else self._lengths_F
+        distinct, first_window = np.unique(windows.examples, return_index=True)
+        self.examples = len(distinct)
+        self._first_window = np.append(first_window, len(windows))  # [N + 1], first window of each example
+        self._tokens_N = np.add.reduceat(self._lengths_F, first_window) if self.examples else self._lengths_F
         self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
 
     def check(self, where: str) -> None:
@@ -92,11 +92,11 @@ class Batches:
             )
 
     def step(self, first: int, count: int) -> LabeledStep:
-        """Return this rank's part of the examples `first` to `first + count - 1` of the sequence."""
-        numbers = np.arange(first, first + count)
-        epochs, slots = np.divmod(numbers, self.examples)
+        """Return this rank's part of a step on the examples `first` to `first + count - 1` of the sequence."""
+        indices = np.arange(first, first + count)
+        epochs, slots = np.divmod(indices, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
-        keys = draw(self._dropout_key, numbers)
+        keys = draw(self._dropout_key, indices)
         assignment = balance(self._tokens_N[members], self.world_size, self.budget)
         local = map(assignment.members, range(self.rank, self.world_size * assignment.micro_batches, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
@@ -111,14 +111,14 @@ class Batches:
     def largest(self) -> LabeledStep:
         """Return a step with one micro-batch of the longest examples, as full as the budget allows."""
         by_length = np.argsort(-self._tokens_N, kind="stable")
-        fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
-        members = by_length[:fitting]
+        num_fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
+        members = by_length[:num_fitting]
         batch = self._batch(members, draw(self._dropout_key, members))
         weight = float(batch.weights.sum())
         return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def every_window(self) -> Iterator[LabeledBatch]:
-        """Yield every window on one of the ranks, by length. Every rank yields the same number of batches.
+        """Yield this rank's share of all windows, by length. Every rank yields the same number of batches.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
@@ -133,52 +133,52 @@ class Batches:
             start = end
         for first in range(0, len(batches), self.world_size):
             members = batches[min(first + self.rank, len(batches) - 1)]
-            owners = np.arange(len(members))
-            batch = self._make(members, owners, np.zeros(len(members), np.uint64))
+            batch = self._make(members, np.arange(len(members)), np.zeros(len(members), np.uint64))
             is_repeated = first + self.rank >= len(batches)
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
     def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:
-        """Make the micro-batch of whole examples; `keys` uint64 [E]."""
-        windows, owners = self._windows_in(members)
+        """Make a micro-batch of all windows of the examples `members`; their dropout keys are uint64 [E]."""
+        windows, examples = self._windows_in(members)
         order = np.argsort(self._lengths_F[windows], kind="stable")
-        windows, owners = windows[order], owners[order]
+        windows, examples = windows[order], examples[order]
         # Windows of one example must not share their random numbers.
-        keys_S = draw(keys[owners], windows - self._windows_of[members[owners]])
-        return self._make(windows, owners, keys_S)
+        keys_S = draw(keys[examples], windows - self._first_window[members[examples]])
+        return self._make(windows, examples, keys_S)
 
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (windows, index in `members` of the example of each window)."""
-        counts = self._windows_of[members + 1] - self._windows_of[members]
-        return ragged(self._windows_of[members], counts), np.repeat(np.arange(len(members)), counts)
+        """Return (indices of the examples' windows; for each window, the index of its example in `members`)."""
+        counts = self._first_window[members + 1] - self._first_window[members]
+        return ragged(self._first_window[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
         starts = self._first_query[windows]
         return self.windows.weights[ragged(starts, self._first_query[windows + 1] - starts)]
 
-    def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
+    def _make(self, windows: np.ndarray, examples: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
         tokens = ragged(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
         first_queries, end_queries = self._first_query[windows], self._first_query[windows + 1]
-        query_rows = ragged(first_queries, end_queries - first_queries)
-        sequence = np.repeat(np.arange(len(windows)), end_queries - first_queries)
-        rows = self.windows.queries[query_rows] - self.windows.starts[windows][sequence] + starts[sequence]
+        query_indices = ragged(first_queries, end_queries - first_queries)
+        window_R = np.repeat(np.arange(len(windows)), end_queries - first_queries)
+        offset_R = (starts[:-1] - self.windows.starts[windows])[window_R]
+        query_positions = self.windows.queries[query_indices] + offset_R
         token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
-        labels = self.windows.labels[query_rows]
+        labels = self.windows.labels[query_indices]
         return LabeledBatch(
             input_ids=torch.from_numpy(self.windows.ids[tokens].astype(np.int64)),
             token_types=torch.from_numpy(self.windows.types[tokens].astype(np.int64)),
             positions=torch.from_numpy(positions),
             cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
             token_keys=torch.from_numpy(token_keys),
-            rows=torch.from_numpy(rows),
-            sequence=torch.from_numpy(sequence),
-            owners=torch.from_numpy(owners),
-            examples=int(owners.max()) + 1,
+            query_positions=torch.from_numpy(query_positions),
+            window_of_query=torch.from_numpy(window_R),
+            example_of_window=torch.from_numpy(examples),
+            examples=int(examples.max()) + 1,
             labels=torch.from_numpy(labels),
-            weights=torch.from_numpy(self.windows.weights[query_rows]),
+            weights=torch.from_numpy(self.windows.weights[query_indices]),
             lengths=tuple(lengths.tolist()),
-            query_rows=query_rows,
+            query_indices=query_indices,
         )

@@ -29,8 +29,8 @@ def inference_model(
     """Create a model with the checkpoint's architecture, `task`'s head and these weights, in evaluation mode.
 
     Args:
-        weights: fp32, by `TaskModel`'s names.
-        precision: of the model; the weights are rounded to it.
+        weights: fp32 tensors by the parameter names of `TaskModel`.
+        precision: precision of the model, to which the weights are rounded.
     """
     with torch.device("meta"):  # skips random initialization, which would take most of the time
         model = TaskModel.of(task, released, compile=compile)
@@ -50,12 +50,13 @@ def predict_logits(
 ) -> np.ndarray:
     """Return the logits of every query position of a set, float32 [R, C], on all ranks.
 
-    The windows of a forward pass are the same for any number of ranks, so the logits do not depend on it.
+    The windows of each forward pass are the same for any number of ranks, so the logits do not depend on that number.
     """
-    copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
-    local = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
+    every_batch = batches.every_window()
+    copies = ((batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in every_batch)
+    local = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(copies)]
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
     for part in gather(local):
-        for query_rows, values in part:
-            logits[query_rows] = values
+        for query_indices, values in part:
+            logits[query_indices] = values
     return logits

@@ -4,7 +4,7 @@ With random weights the first steps move the encoder toward noise, and few label
 2022, "Fine-Tuning Can Distort Pretrained Features", arXiv:2202.10054, section 4: linear probing, then fine-tuning).
 The fitted layer is also the frozen linear baseline of the run.
 
-Shape letters: R rows (or windows, or examples' windows), C outputs, H hidden width.
+Shape letters: R feature vectors (one per query position or pooled window), C outputs, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 
 MAX_ROWS = 20_000
-"""Maximum number of rows that the layer is fitted to; 20,000 of width 1,024 are 80 MB."""
+"""Number of feature vectors after which no batch is added to the fit; 20,000 of size 1,024 are 80 MB."""
 
 PENALTY = 0.15
-"""L2 penalty added to the summed loss, for features of mean squared length 1 (C = 3.3); decision 0155."""
+"""L2 penalty added to the summed loss, for features of mean squared length 1 (scikit-learn: C = 3.3); decision 0155."""
 
 SHRINK = 0.3
-"""Factor of the fitted weights of classes: decisions stay the same, but less confident, so that gradients remain."""
+"""Factor for a classifier's fitted weights: predictions stay the same, but less confident, so gradients remain."""
 
-_FULL_ROWS = 16  # training rows per class, from which on penalty and factor have these values
+_FULL_ROWS = 16  # minimum number of feature vectors per class for which PENALTY and SHRINK apply unchanged
 
 _MAX_ITERATIONS = 100  # of L-BFGS
 
@@ -34,14 +34,14 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     """Return weight fp32 [C, H] and bias fp32 [C] that minimize the task's loss on frozen features, by `model`'s names.
 
     Args:
-        model: in evaluation mode, on `device`; its output layer is not read.
-        batches: of the training set; the first examples of its first epoch are used.
+        model: model in evaluation mode, on `device`; its output layer is not read.
+        batches: batches of the training set; the first examples of the first epoch are used.
         device: device of the features and of the fit.
     """
     features = [(model.features(batch), batch) for batch in _first_batches(batches, device)]
     features_RH = torch.cat([rows_RH for rows_RH, _ in features])
     center_H = features_RH.mean(0)
-    # Of the features before centering: if all examples are similar, centered ones would allow weights of any size.
+    # Computed before centering: if all examples are similar, the scale of centered features would be near 0.
     scale = features_RH.square().sum(1).mean().sqrt().clamp_min(1e-12)
     scaled = [((rows_RH - center_H) / scale, batch) for rows_RH, batch in features]
     total = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
@@ -52,22 +52,22 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     return {name: tensor.cpu() * factor for name, tensor in fitted.items()}
 
 
-def regularization(objective: str, rows: float) -> tuple[float, float]:
-    """Return (L2 penalty, factor of the fitted weights) for the mean number of training rows per class.
+def regularization(objective: str, rows_per_class: float) -> tuple[float, float]:
+    """Return (L2 penalty, factor of the fitted weights) for the mean number of feature vectors per class.
 
-    With few rows, features are further apart, and fine-tuning has few steps, which change less; see decision 0155.
+    With few vectors, classes are further apart, and fine-tuning has few steps, which change less; see decision 0155.
     """
-    few = min(1.0, rows / _FULL_ROWS) if objective == "classes" else 1.0
-    return PENALTY * few**3, 1.0 if objective == "value" else SHRINK * (2 - few)
+    fraction = min(1.0, rows_per_class / _FULL_ROWS) if objective == "classes" else 1.0
+    return PENALTY * fraction**3, 1.0 if objective == "value" else SHRINK * (2 - fraction)
 
 
 def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBatch]:
-    """Yield micro-batches of the first examples of the first epoch, until they have `MAX_ROWS` rows."""
+    """Yield micro-batches of the first examples of the first epoch, until they have `MAX_ROWS` query positions."""
     first = rows = 0
     while first < batches.examples and rows < MAX_ROWS:
         count = min(64, batches.examples - first)
         for batch in batches.step(first, count).micro_batches:
-            rows += len(batch.rows)
+            rows += len(batch.query_positions)
             yield batch.to(device)
         first += count
 
@@ -75,11 +75,11 @@ def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBa
 def _minimize(
     model: TaskModel, features: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total: float
 ) -> tuple[Tensor, Tensor]:
-    """Fit weight [C, H] and bias [C] by L-BFGS from zeros, to features of mean squared length 1 and weight `total`."""
-    first = features[0][0]
+    """Fit weight [C, H] and bias [C] by L-BFGS from zeros; features have mean squared length 1 and weight `total`."""
+    sample = features[0][0]
     outputs = len(model.head.out_bias)
-    weight_CH = torch.zeros(outputs, first.shape[1], device=first.device, requires_grad=True)
-    bias_C = torch.zeros(outputs, device=first.device, requires_grad=True)
+    weight_CH = torch.zeros(outputs, sample.shape[1], device=sample.device, requires_grad=True)
+    bias_C = torch.zeros(outputs, device=sample.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight_CH, bias_C], max_iter=_MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:

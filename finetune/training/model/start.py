@@ -1,4 +1,4 @@
-"""The start of a fine-tuning: the tensors that it loads from a checkpoint, and a table of them for the user."""
+"""Starts a fine-tuning: chooses the tensors to load from a checkpoint, and shows them to the user in a table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
     from pretrain.config import ModelConfig
 
-# Tokens of the whole training times layers and width. Below this, compilation takes longer than it saves on a CPU
-# (docs/benchmarks/lab-notes.md).
+# Tokens of the whole training times layers and hidden size. Below this, compilation takes longer than it saves on a
+# CPU (docs/benchmarks/lab-notes.md).
 _SHORT = 2e9
-_SAMPLE = 256  # examples from which the number of tokens is estimated
+_SAMPLE = 256  # number of examples from which the number of tokens is estimated
 
 
 def is_short(
@@ -45,10 +45,10 @@ def is_short(
 
 
 def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
-    """Read the checkpoint to start from, and its tokenizer with windows of the config's length.
+    """Read the checkpoint to start from, and its tokenizer as an encoder of windows with the config's length.
 
     Raises:
-        InputError: it is damaged, has no tokenizer, or belongs to an unknown family.
+        InputError: the checkpoint is damaged, has no tokenizer, or belongs to an unknown family.
     """
     from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.released import read_released
@@ -78,8 +78,8 @@ def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Release
 
     False if the encoder's weights are random, since their features are useless.
     """
-    new = "head.out_weight" not in initial_state(config, task, released)
-    return not config.random_weights and new
+    is_new = "head.out_weight" not in initial_state(config, task, released)
+    return not config.random_weights and is_new
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
@@ -92,12 +92,12 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
         else tensor
         for tensor in released.mapping
     ]
-    filled = initial_state(config, task, released)
+    loaded = initial_state(config, task, released)
     head = released.task_head(task.head)
     fitted = fits_output_layer(config, task, released)
     parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
-    empty = [f"{part}.*" for part, is_used in parts.items() if is_used and f"{part}_weight" not in filled]
-    lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(empty)}"] if empty else [])]
+    missing = [f"{part}.*" for part, is_used in parts.items() if is_used and f"{part}_weight" not in loaded]
+    lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(missing)}"] if missing else [])]
     if task.head == "sequence" and head.pooling != "cls":
         lines.append(f"pooling: {head.pooling} of all tokens")
     if fitted:
@@ -106,7 +106,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
 
 
 def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """Return the reason why the parameter `name` is not loaded from the checkpoint; "" if it is."""
+    """Return the reason why the parameter `name` is not loaded from the checkpoint; "" if it is loaded."""
     if config.random_weights:
         return "initialized at random (random_weights)"
     part, _, rest = name.partition(".")
@@ -120,7 +120,7 @@ def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: R
 
 
 def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
-    """Return whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
+    """Return whether the checkpoint's output layer predicts what this task needs: its labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False

@@ -1,6 +1,6 @@
 """The encoder with a task's head, and the loss of each objective.
 
-Shape letters: T tokens, S windows, E examples, R rows that the head reads, C outputs, H hidden width.
+Shape letters: T tokens, S windows, E examples, R query positions (or pooled windows), C outputs, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # random streams of a token's key that the encoder does not use
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout streams of a token's key; the encoder uses the ones below
 
 
 class Output(NamedTuple):
     """The output of `TaskModel`."""
 
-    loss: Tensor  # fp32 scalar: weighted sum over rows, examples or windows
+    loss: Tensor  # fp32 scalar: weighted sum over query positions, examples or windows
     logits: Tensor  # fp32 [R, C]
 
 
@@ -43,10 +43,10 @@ class TaskModel(Encoder):
 
     Args:
         shape: sizes and dropout of the encoder.
-        vocabulary_size: rows of the word embeddings.
-        head: kind of head.
-        objective: kind of loss.
-        outputs: width C of the output layer.
+        vocabulary_size: number of word embeddings.
+        head: what the head predicts for: a sequence, tokens or spans.
+        objective: what it predicts, which determines the loss.
+        outputs: number C of outputs.
         layers: the family's layers between the encoder and the output layer.
         compile, activation_checkpointing: as `Encoder`.
     """
@@ -67,14 +67,14 @@ class TaskModel(Encoder):
         self.embeddings.tied = False
         self.objective, self.loss = objective, LOSSES[head, objective]
         self.pooling = layers.pooling if head == "sequence" else "cls"
-        self.every_row = head == "spans" or self.pooling != "cls"
+        self.reads_all_tokens = head == "spans" or self.pooling != "cls"
         self.head = OutputHead(shape, outputs, layers)
 
     @classmethod
     def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
         """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
-        layers, rows = released.task_head(task.head), released.vocabulary_size
-        return cls(released.model, rows, task.head, task.objective, task.outputs, layers, **options)
+        layers, size = released.task_head(task.head), released.vocabulary_size
+        return cls(released.model, size, task.head, task.objective, task.outputs, layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
         """Compute loss and logits of one micro-batch."""
@@ -82,18 +82,18 @@ class TaskModel(Encoder):
         return Output(self.loss(logits_RC, batch), logits_RC)
 
     def features(self, batch: LabeledBatch) -> Tensor:
-        """Return the input of the output layer, fp32 [R, H], without a graph."""
+        """Return the input of the output layer, fp32 [R, H], without an autograd graph."""
         with torch.no_grad():
             return self._features(batch).float()
 
     def _features(self, batch: LabeledBatch) -> Tensor:
-        hidden_RH = self.encode(batch, None if self.every_row else batch.rows)
-        keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.rows]
+        hidden_RH = self.encode(batch, None if self.reads_all_tokens else batch.query_positions)
+        keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.query_positions]
         return self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
 
 
 class OutputHead(nn.Module):
-    """A task's head: the family's layers, then a linear layer, for each row or each window."""
+    """A task's head: the family's layers, then a linear output layer, for each query position or pooled window."""
 
     # Also norm_weight [H] and norm_bias [H] if the family has them.
     dense_weight: nn.Parameter  # [H, H]
@@ -112,7 +112,7 @@ class OutputHead(nn.Module):
 
         Args:
             hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
-            keys_R: int32, dropout seeds of the rows that dropout applies to.
+            keys_R: int32, dropout seeds of the vectors that dropout applies to.
             cu_seqlens: int32 [S + 1], the bounds of the windows; if given, windows are pooled to [S, H].
         """
         before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
@@ -131,12 +131,12 @@ class OutputHead(nn.Module):
         return hidden_RH
 
     def outputs(self, features_RH: Tensor) -> Tensor:
-        """Apply the output layer, [R, C], to the result of `forward`."""
+        """Apply the output layer to the result of `forward`; return [R, C]."""
         return _linear_fp32(features_RH, self.out_weight, self.out_bias)
 
 
 def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple[Parameter, ...]:
-    """Return the parameters of `OutputHead`."""
+    """Return the specifications of the parameters of `OutputHead`."""
     hidden = shape.hidden
     norm = get_norm(layers.norm).parameters if layers.norm else {}
     return (
@@ -147,7 +147,7 @@ def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple
 
 
 def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the mean of the rows of each window, fp32 [S, X]."""
+    """Return the mean over the tokens of each window, fp32 [S, X]."""
     lengths_S = cu_seqlens.diff().long()
     windows_S = torch.arange(len(lengths_S), device=values_TX.device)
     # Without output_size, the host would wait for the device to compute it.
@@ -158,7 +158,7 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the maximum of the rows of each window, fp32 [S, X]."""
+    """Return the maximum over the tokens of each window, fp32 [S, X]."""
     return pool_tokens(values_TX.float(), cu_seqlens, "max")
 
 
@@ -166,13 +166,13 @@ _POOL = {"mean": window_means, "max": window_maxima}
 
 
 def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Apply a linear layer in fp32, to [R, C]."""
+    """Apply a linear layer in fp32; return [R, C]."""
     return F.linear(hidden_RH.float(), weight_CH.float(), None if bias_C is None else bias_C.float())
 
 
-def pool(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor]:
+def pool_windows(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return (mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
-    example_R = batch.owners[batch.sequence]
+    example_R = batch.example_of_window[batch.window_of_query]
     count = batch.examples
     windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
     sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
@@ -183,20 +183,20 @@ def pool(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor
 
 
 def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """Return the sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
+    """Return the weighted sum of the cross-entropies at all query positions, in nats, fp32 scalar."""
     return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
 
 
 def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Compute `class_loss` on the mean logits of each example's windows."""
-    logits_EC, labels_E, weights_E = pool(logits_RC, batch)
+    logits_EC, labels_E, weights_E = pool_windows(logits_RC, batch)
     targets = labels_E if labels_E.is_floating_point() else labels_E.long()
     return (F.cross_entropy(logits_EC, targets, reduction="none") * weights_E).sum()
 
 
 def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Return the sum over examples of the weighted mean binary cross-entropy of C labels, in nats, fp32 scalar."""
-    logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
+    logits_EC, labels_EC, weights_E = pool_windows(logits_RC, batch)
     true_EC = labels_EC > 0
     weight_EC = torch.where(true_EC, labels_EC, 1.0)
     losses_EC = F.binary_cross_entropy_with_logits(logits_EC, true_EC.float(), pos_weight=weight_EC, reduction="none")
@@ -205,21 +205,21 @@ def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 
 def value_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Return the sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
-    values_E1, labels_E, weights_E = pool(logits_RC, batch)
+    values_E1, labels_E, weights_E = pool_windows(logits_RC, batch)
     return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
 
 
 def span_loss(logits_R2: Tensor, batch: LabeledBatch) -> Tensor:
-    """Return the weighted sum of the mean cross-entropies of start and end, each a softmax over a window's rows."""
+    """Return the weighted sum over windows of the mean cross-entropy of start and end (softmax over the tokens)."""
     starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
-    tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
-    index_R2 = batch.sequence[:, None].expand(-1, 2)
-    tops_S2 = tops_S2.scatter_reduce(0, index_R2, logits_R2.detach(), "amax")
-    shifted_R2 = logits_R2 - tops_S2[batch.sequence]
-    sums_S2 = shifted_R2.new_zeros(windows, 2).index_add(0, batch.sequence, shifted_R2.exp())
-    log_probabilities_R2 = shifted_R2 - sums_S2.log()[batch.sequence]
-    losses_S2 = -torch.zeros_like(sums_S2).index_add(0, batch.sequence, log_probabilities_R2 * batch.labels)
+    maxima_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
+    index_R2 = batch.window_of_query[:, None].expand(-1, 2)
+    maxima_S2 = maxima_S2.scatter_reduce(0, index_R2, logits_R2.detach(), "amax")
+    shifted_R2 = logits_R2 - maxima_S2[batch.window_of_query]
+    sums_S2 = shifted_R2.new_zeros(windows, 2).index_add(0, batch.window_of_query, shifted_R2.exp())
+    log_probabilities_R2 = shifted_R2 - sums_S2.log()[batch.window_of_query]
+    losses_S2 = -torch.zeros_like(sums_S2).index_add(0, batch.window_of_query, log_probabilities_R2 * batch.labels)
     return (losses_S2.mean(1) * batch.weights[starts]).sum()
 
 

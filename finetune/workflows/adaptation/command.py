@@ -24,7 +24,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `adapt` to the subcommands of a parser."""
-    purpose = "continue pretraining on your text; show gain and loss"
+    purpose = "continue pretraining on your text; show gains and forgetting"
     parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "texts",
@@ -37,13 +37,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--out", type=parse_path, required=True, metavar="DIR", help="folder for all output")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
+        "--steps", type=positive_int, metavar="N", help="optimizer steps (default: depends on the size of the text)"
     )
     length.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help="train about this long on this machine: time a few steps, then choose the number of steps",
+        help="train for about M minutes on this machine: a few steps are timed to choose the number of steps",
     )
     parser.add_argument(
         "--general",

@@ -1,6 +1,6 @@
 """Runs the stages of `adapt`: prepare, pretrain, export, report.
 
-The same command continues where an earlier one stopped.
+If it was stopped, the same command continues it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
     choose_steps,
-    corpus_values,
-    run_values,
+    corpus_settings,
+    run_settings,
     sequences_per_step,
-    with_length,
+    with_run_length,
     write_config,
 )
 from finetune.workflows.adaptation.texts import find_sources, held_out_share
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Run all stages; `arguments` come from the parser in `command`.
 
     Raises:
-        InputError: a path is wrong, or options differ from the ones that the folder was started with.
-        RunError: the error of the first stage that fails.
+        InputError: a path is wrong, or options differ from the earlier ones for the same --out.
+        RunError: the first stage that fails raises it.
     """
     check_arguments(arguments)
     started = time.monotonic()
@@ -60,80 +60,79 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:
-        raise InputError(f"--replay: {arguments.replay:g}; expected a share from 0 to below 1.")
+        raise InputError(f"--replay: {arguments.replay:g}; expected a number >= 0 and < 1.")
     if not arguments.start_from.is_dir():
         hint = hub_hint(arguments.start_from)
-        raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
-    written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
-    check_outputs_differ([*written, arguments.out / CONFIG_FILE], [*arguments.texts, *(arguments.general or ())])
+        raise InputError(f"--from: {arguments.start_from}: no such folder. Give the folder of a checkpoint.{hint}")
+    outputs = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
+    check_outputs_differ([*outputs, arguments.out / CONFIG_FILE], [*arguments.texts, *(arguments.general or ())])
 
 
 class Stages:
-    """The stages of an adaptation; each reads the files that earlier ones wrote."""
+    """The stages of an adaptation; each reads the files that earlier stages wrote."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._out: Path = arguments.out
-        self._count = 3 + bool(arguments.general)
-        self._number = 0
+        self._num_stages = 3 + bool(arguments.general)
+        self._stage_number = 0
 
     def run(self) -> None:
         arguments, out = self._arguments, self._out
-        corpus = self._corpus("corpus", arguments.texts, arguments.new_words)
+        corpus_config = self._write_corpus_config("corpus", arguments.texts, arguments.new_words)
         self._print_title("tokenizing the text")
-        print(pretraining.prepare(corpus))
+        print(pretraining.prepare(corpus_config))
         if arguments.general:
-            general = self._corpus("general", arguments.general, 0)
+            general_config = self._write_corpus_config("general", arguments.general, 0)
             self._print_title("tokenizing the general text")
-            print(pretraining.prepare(general))
-        path = self._run_config(corpus)
+            print(pretraining.prepare(general_config))
+        run_config = self._write_run_config(corpus_config)
         self._print_title("training")
-        run = pretraining.train(path, resume=True, no_ray=load_config(path).scheduling.workers == 1)
+        run = pretraining.train(run_config, resume=True, no_ray=load_config(run_config).scheduling.workers == 1)
         self._print_title("export")
         print(pretraining.export(run, out / "model"))
 
     def _print_title(self, title: str) -> None:
-        self._number += 1
-        print(f"\n[{self._number}/{self._count}] {title}", flush=True)
+        self._stage_number += 1
+        print(f"\n[{self._stage_number}/{self._num_stages}] {title}", flush=True)
 
-    def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
-        """Write the config of a corpus; returns its path."""
+    def _write_corpus_config(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
+        """Write the config of a corpus, and return its path."""
         sources = find_sources(texts, self._out / f"{name}.jsonl")
-        size = sum(file.stat().st_size for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
-        values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
+        files = (file for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
+        share = held_out_share(sum(file.stat().st_size for file in files))
+        values = corpus_settings(name, self._out / name, self._arguments.start_from, sources, share)
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
         overrides = [item for item in self._arguments.set if item.startswith("corpus.") and item[:10] != "corpus.dir"]
-        config = with_length(pretraining.read_config(values, overrides))
-        for number, source in enumerate(config.corpus.sources):
-            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the text column
-        write_config(
-            self._out / f"{name}.yaml",
-            config,
-            started=(self._out / name).exists(),
-        )
-        return self._out / f"{name}.yaml"
+        config = with_run_length(pretraining.read_config(values, overrides))
+        for index, source in enumerate(config.corpus.sources):
+            find_inputs(source, f"--set corpus.sources.{index}")  # raises an error if a table lacks the text column
+        path = self._out / f"{name}.yaml"
+        write_config(path, config, started=(self._out / name).exists())
+        return path
 
-    def _run_config(self, corpus: Path) -> Path:
-        """Write the config of the run, with batch size and steps for the prepared text; returns its path."""
+    def _write_run_config(self, corpus_config: Path) -> Path:
+        """Write the config of the run, with batch size and steps for the prepared text, and return its path."""
         arguments, path = self._arguments, self._out / CONFIG_FILE
-        section = settings.read_values(corpus)["corpus"]
+        section = settings.read_values(corpus_config)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
-        model = load_config(corpus).model
-        sequences = sequences_per_step(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
-        started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused the config
+        model = load_config(corpus_config).model
+        one_step = pretraining.read_config(run_settings(arguments, section, model, 1), arguments.set)
+        sequences = sequences_per_step(one_step)
+        started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have rejected the config
         if started and not arguments.steps:
             steps = load_config(path).total_steps
         else:
-            one_step = run_values(arguments, section, model, 1, sequences)
-            steps = choose_steps(pretraining.read_config(one_step, arguments.set), arguments)
-        values = run_values(arguments, section, model, steps, sequences)
+            values = run_settings(arguments, section, model, 1, sequences)
+            steps = choose_steps(pretraining.read_config(values, arguments.set), arguments)
+        values = run_settings(arguments, section, model, steps, sequences)
         write_config(path, pretraining.read_config(values, arguments.set), started=started)
         return path
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:
-    """Write the report, and print gains, losses and the next command."""
+    """Write the report; print its summary, what was gained and lost, and the next command."""
     from pretrain.reporting import report
 
     out: Path = arguments.out
@@ -143,7 +142,7 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
     print(f"\n{report.summary([out / 'run'])}")
     print("\n".join(["\nChanges since the initial checkpoint", *(f"  {line}" for line in gain_lines(out / "run"))]))
     if not arguments.general:
-        print("  The loss on other text is unknown: give some with --general.")
+        print("  Forgetting was not measured. To measure it, give general text with --general.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
     next_command = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
     print(f"{out / 'model'}: finished. Next: {program()} {next_command}")

@@ -15,7 +15,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
-    purpose = "run every stage on the docstrings of this Python"
+    purpose = "run every stage on docstrings of installed packages"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, WORKERS_DEFAULT)
     folder: dict[str, Any] = {"type": parse_path, "metavar": "DIR"}
@@ -25,8 +25,8 @@ def add_to(commands: Any) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="time for pretraining (default: 6): a few steps are timed, then as many are trained as fit; 0 trains the "
-        "steps of tiny.yaml, as does --set phases.0.steps",
+        help="pretrain for about M minutes (default: 6): a few steps are timed to choose the number of steps; 0: the "
+        "number of steps in tiny.yaml",
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, "override a setting of tiny.yaml; may be repeated")

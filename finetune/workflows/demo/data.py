@@ -1,8 +1,8 @@
-"""Extracts three labeled sets from the demo's corpus, without downloads or annotators.
+"""Extracts three labeled sets from docstrings of the demo's corpus, without downloads or annotators.
 
-packages  the package that a passage of documentation comes from
-names     code names in prose: the words that the author put in backticks, which are removed
-returns   the phrase that describes a function's return value
+packages  classification: the package that a passage of documentation is from
+names     entities: code names in prose, which the author put in backticks (the backticks are removed)
+returns   span questions: the phrase that describes a function's return value
 """
 
 import ast
@@ -19,16 +19,16 @@ from typing import Any
 from pretrain.common.files import atomic_open
 from pretrain.corpus.sources.docstrings import installed_modules, running_text, syntax_tree
 
-PACKAGES = 6
-# Maximum of training examples. Pretraining matters most with few labels: with 1,600, a model without pretraining
-# recognizes a package by its words, too.
-_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
-_DEV = 400  # maximum of held-out examples
-_MODULES_PER_PACKAGE = 250  # enough text, read in seconds
+_NUM_PACKAGES = 6
+# Maximum number of training examples of each set. Pretraining matters most with few labels: with 1,600, even a model
+# without pretraining recognizes a package by its words.
+_MAX_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
+_MAX_DEV = 400  # maximum number of held-out examples of each set
+_MAX_MODULES = 250  # maximum number per package: gives enough text, and is read in seconds
 _DEV_SHARE = 0.2
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields with statements, in the order of `ast`
+_STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that contain statements
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
 _RETURN = re.compile(
     r"\breturns? (?P<what>(?:an?|the|true|whether|all|each|number)\b[^.;:()\n]{3,80})[.;]", re.IGNORECASE
@@ -39,29 +39,29 @@ _RETURN = re.compile(
 class _Docstring:
     package: str
     module: str
-    name: str  # of the function; empty for a module or class
+    name: str  # name of the function; empty for a module or class
     text: str
 
 
 def write_sets(folder: Path) -> dict[str, dict[str, int]]:
-    """Write {packages,names,returns}-{train,dev}.jsonl to `folder`; returns set -> split -> number of examples.
+    """Write {packages,names,returns}-{train,dev}.jsonl; return {set: {split: number of examples}}.
 
-    Each module is in one split, by a hash of its path, so that no text is in both.
+    A hash of a module's path decides its split, so that both splits have no module in common.
     """
-    extractors = {"packages": _packages, "names": _names, "returns": _returns}
+    extractors = {"packages": _package_records, "names": _name_records, "returns": _return_records}
     docstrings = list(_docstrings())
     counts: dict[str, dict[str, int]] = {}
-    for kind, extract in extractors.items():
+    for name, extract in extractors.items():
         records = extract(docstrings)
-        counts[kind] = {
-            split: _write_split(folder / f"{kind}-{split}.jsonl", records, split == "dev", limit)
-            for split, limit in (("train", _TRAIN[kind]), ("dev", _DEV))
+        counts[name] = {
+            split: _write_split(folder / f"{name}-{split}.jsonl", records, split == "dev", limit)
+            for split, limit in (("train", _MAX_TRAIN[name]), ("dev", _MAX_DEV))
         }
     return counts
 
 
 def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limit: int) -> int:
-    """Write at most `limit` records of one split, in pseudo-random order; returns their number."""
+    """Write at most `limit` records of one split, in pseudo-random order, and return their number."""
     chosen = sorted(
         (record for record in records if _is_held_out(record["document"]) == held_out),
         key=lambda record: _hash(json.dumps(record, sort_keys=True)),
@@ -72,8 +72,8 @@ def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limi
     return len(chosen)
 
 
-def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Extract passages of documentation, equally many from each package."""
+def _package_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+    """Extract passages of documentation, the same number from each package."""
     passages: dict[str, dict[str, str]] = defaultdict(dict)
     for docstring in docstrings:
         for paragraph in running_text(docstring.text):
@@ -87,7 +87,7 @@ def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     ]
 
 
-def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+def _name_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     """Extract paragraphs with one to six code names in backticks."""
     records: dict[str, dict[str, Any]] = {}
     for docstring in docstrings:
@@ -102,6 +102,7 @@ def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text without the backticks of code names, and these names as entities."""
     plain, end, entities = "", 0, []
     for match in _CODE.finditer(text):
         plain += text[end : match.start()]
@@ -111,7 +112,7 @@ def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
     return plain + text[end:], entities
 
 
-def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     """Extract functions whose docstring describes the return value in one phrase."""
     records: dict[str, dict[str, Any]] = {}
     for docstring in docstrings:
@@ -137,18 +138,18 @@ def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _docstrings() -> Iterator[_Docstring]:
-    """Yield docstrings from some modules of each of the largest packages, counting the standard library as one."""
+    """Yield docstrings from some modules of each of the largest packages; the standard library counts as a package."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)
-    largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
-    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MODULES_PER_PACKAGE]):
+    largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:_NUM_PACKAGES]
+    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MAX_MODULES]):
         for name, text in named_docstrings(Path(path).read_bytes()):
             yield _Docstring(_package(path), path, name, text)
 
 
 def named_docstrings(source: bytes) -> list[tuple[str, str]]:
-    """Return (function name or "", docstring) of a module's parts, outer parts first; [] if it does not parse."""
+    """Return (function name or "", docstring) of a module, its classes and functions; [] if it does not parse."""
     docstrings: list[tuple[str, str]] = []
     if b'"""' not in source:
         return docstrings
@@ -158,7 +159,7 @@ def named_docstrings(source: bytes) -> list[tuple[str, str]]:
             if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
                 docstrings.append((node.name if isinstance(node, _FUNCTIONS) else "", text))
             # Like `ast.walk`, but without expressions, which have no docstrings.
-            nodes += [statement for name in _BLOCKS for statement in getattr(node, name, ())]
+            nodes += [statement for name in _STATEMENT_FIELDS for statement in getattr(node, name, ())]
     return docstrings
 
 

@@ -28,21 +28,21 @@ from pretrain.reporting.report import FINETUNED
 from pretrain.run import api as pretraining
 
 _CONFIG = "tiny"
-_MINUTES = 6.0  # of pretraining
+_MINUTES = 6.0  # default time for pretraining
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
 DATA = "labeled"  # folder of the labeled sets, in the run folder
 _COUNTS = "counts.json"  # sizes of the labeled sets, written after all of them
-_NUM_SHOWN = 4  # predictions of each task in the report
-_MAX_CHARACTERS = 320  # length of an example in the report
+_NUM_EXAMPLES = 4  # examples of each task in the report, with predictions
+_MAX_CHARACTERS = 320  # maximum length of such an example
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """A fine-tuning of the demo."""
+    """A task of the demo, which is fine-tuned from each of `STARTS`."""
 
     name: str
     title: str
-    section: str  # section of the config
+    section: str  # the task's section of the config
 
 
 TASKS = (
@@ -53,7 +53,7 @@ TASKS = (
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the demo with its options and write its report; raises the error of the first stage that fails."""
+    """Run all stages and write the report; raises the error of the first stage that fails."""
     arguments.workers = arguments.workers or default_workers()
     expect("demo", "deepspeed", "pyarrow", *(["ray"] if arguments.workers > 1 else []))
     started = time.monotonic()
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
 
 
-def _print_title(number: int, title: str) -> None:
-    print(f"\n[{number}/{5 + len(TASKS)}] {title}", flush=True)
+def _print_title(stage: int, title: str) -> None:
+    print(f"\n[{stage}/{5 + len(TASKS)}] {title}", flush=True)
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     }
     settings = [*as_overrides(values), *arguments.set]
     _print_title(1, "tokenizing text into shards")
-    # If packages were installed since, a new corpus would differ, and the run could not resume on it.
+    # If packages have been installed since then, a new corpus would differ, and the run could not resume.
     if (arguments.data_dir / MANIFEST).is_file():
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
     else:
@@ -100,11 +100,9 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     _print_title(2, "training")
     sets_steps = any(value.startswith("phases.0.steps=") for value in arguments.set)
     minutes = _MINUTES if arguments.minutes is None else arguments.minutes
-    trained = pretraining.train(
-        _CONFIG, overrides=settings, minutes=None if sets_steps else minutes or None, resume=True
-    )
+    run = pretraining.train(_CONFIG, overrides=settings, minutes=None if sets_steps else minutes or None, resume=True)
     _print_title(3, "export")
-    print(pretraining.export(trained, folder / "export"))
+    print(pretraining.export(run, folder / "export"))
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
@@ -115,16 +113,16 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
-    for number, task in enumerate(TASKS, 5):
+    for stage, task in enumerate(TASKS, 5):
         sizes = counts[task.name]
-        _print_title(number, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
+        _print_title(stage, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
         for start in STARTS:
             print(f"\n      {_model_title(task, start)}", flush=True)
             try:
-                _train(task, start, folder, data)
+                _finetune_once(task, start, folder, data)
             finally:  # a report of an unfinished demo shows the scores that exist
-                write_json(folder / FINETUNED, [_result(other, folder, counts[other.name]) for other in TASKS])
-        print(f"      {_line(_result(task, folder, sizes))}", flush=True)
+                write_json(folder / FINETUNED, [_result(each, folder, counts[each.name]) for each in TASKS])
+        print(f"      {_score_line(_result(task, folder, sizes))}", flush=True)
 
 
 def _model_title(task: DemoTask, start: str) -> str:
@@ -133,8 +131,8 @@ def _model_title(task: DemoTask, start: str) -> str:
     return f"{task.name}, from {start} weights ({number} of {len(TASKS) * len(STARTS)})"
 
 
-def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
-    """Fine-tune, unless an earlier demo finished this model."""
+def _finetune_once(task: DemoTask, start: str, folder: Path, data: Path) -> None:
+    """Fine-tune one model, unless an earlier demo has finished it."""
     target = folder / "finetuned" / f"{task.name}-{start}"
     if (target / MODEL / MANIFEST).is_file():
         print("      finished by an earlier demo", flush=True)
@@ -154,7 +152,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
 
 
 def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return a task's part of the report: scores of the finished models, and examples of the pretrained one."""
+    """Return a task's part of the report: scores of finished models, and examples predicted by the pretrained one."""
     runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
     finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
     scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
@@ -173,7 +171,7 @@ def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, An
     }
 
 
-def _line(result: dict[str, Any]) -> str:
+def _score_line(result: dict[str, Any]) -> str:
     pretrained, random = (result["scores"][start] for start in STARTS)
     return f"{result['metric']} {pretrained:.3f} from pretrained weights, {random:.3f} from random weights"
 
@@ -184,35 +182,35 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _examples(task: DemoTask, predictions: list[dict[str, Any]], gold: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a few short held-out examples with their predictions: {"pieces": [[text, mark]], "note": ...}."""
-    show = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
-    short = (
-        show(prediction, row)
-        for prediction, row in zip(predictions, gold, strict=True)
-        if len(row.get("context", row.get("text", ""))) <= _MAX_CHARACTERS
+    make_example = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
+    examples = (
+        make_example(prediction, record)
+        for prediction, record in zip(predictions, gold, strict=True)
+        if len(record.get("context", record.get("text", ""))) <= _MAX_CHARACTERS
     )
-    return [example for example, _ in zip(short, range(_NUM_SHOWN), strict=False)]
+    return [example for example, _ in zip(examples, range(_NUM_EXAMPLES), strict=False)]
 
 
-def _package_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    note = f"{prediction['label']} ({prediction['score']:.0%}); truth: {row['label']}"
-    return {"pieces": [[row["text"], ""]], "note": note}
+def _package_example(prediction: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    note = f"{prediction['label']} ({prediction['score']:.0%}); truth: {record['label']}"
+    return {"pieces": [[record["text"], ""]], "note": note}
 
 
-def _names_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def _names_example(prediction: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     predicted = [(entity["start"], entity["end"]) for entity in prediction["entities"]]
-    truth = {(entity["start"], entity["end"]) for entity in row["entities"]}
+    truth = {(entity["start"], entity["end"]) for entity in record["entities"]}
     note = f"{len(truth.intersection(predicted))} of {len(truth)} found, {len(set(predicted) - truth)} wrong"
-    return {"pieces": _pieces(row["text"], predicted), "note": note}
+    return {"pieces": _pieces(record["text"], predicted), "note": note}
 
 
-def _returns_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def _returns_example(prediction: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     spans = [(prediction["start"], prediction["end"])] if prediction["answer"] else []
-    note = f"{row['question']} Truth: {row['answers']['text'][0]}"
-    return {"pieces": _pieces(row["context"], spans), "note": note}
+    note = f"{record['question']} Truth: {record['answers']['text'][0]}"
+    return {"pieces": _pieces(record["context"], spans), "note": note}
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """Split `text` into [piece, mark]; the mark is "found" within `spans`, else ""."""
+    """Split `text` into pairs [piece, mark]; the mark is "found" for pieces in `spans`, else ""."""
     pieces, position = [], 0
     for start, end in sorted(spans):
         pieces += [[text[position:start], ""], [text[start:end], "found"]]

@@ -1,7 +1,7 @@
 """Converts a FLOP budget to steps; the phases of a config keep their proportions.
 
-What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
-FLOPs are the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`: of training, not evaluations.
+The cost of a sequence is measured on batches of the prepared corpus, whose sequences differ in length. FLOPs are
+the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`: of training, not of evaluations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pretrain.corpus.shards import open_shards
 from pretrain.objectives import objective_of
 from pretrain.planning import pace, work
 
-MOST_EPOCHS = 10.0
-TOLERANCE = 0.01  # fraction of a budget
-_MEASURED = 4096  # sequences of each phase that are measured, evenly spaced
+MAX_EPOCHS = 10.0
+TOLERANCE = 0.01  # maximum difference between the FLOPs of a run and its budget, as a share of the budget
+_MEASURED = 4096  # number of sequences of each phase to measure, evenly spaced
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Mean values of the sequences of one phase."""
+    """Mean FLOPs and tokens per sequence of one phase, and its number of samples per epoch."""
 
     flops: float
     tokens: float
@@ -34,9 +34,9 @@ class SequenceCost:
 class Plan:
     """A run that spends a budget."""
 
-    phases: tuple[PhaseConfig, ...]  # the config's, scaled
-    phase_flops: tuple[float, ...]  # cost of each phase; the sum is within `TOLERANCE` of the budget
-    phase_tokens: tuple[float, ...]  # tokens of each phase
+    phases: tuple[PhaseConfig, ...]  # phases of the config, scaled to the budget
+    phase_flops: tuple[float, ...]  # FLOPs of each phase; the sum is within `TOLERANCE` of the budget
+    phase_tokens: tuple[float, ...]  # number of tokens of each phase
     epochs: float  # number of passes over the corpus
 
     @property
@@ -56,7 +56,7 @@ class Plan:
         return sum(phase.sequences for phase in self.phases)
 
     def flops_of(self, tokens: float) -> float:
-        """Return the FLOPs of the first `tokens` of the run. Tokens beyond the plan cost as in the last phase."""
+        """Return the FLOPs of the first `tokens` of the run; further tokens cost as much as in the last phase."""
         *earlier, last = zip(self.phase_flops, self.phase_tokens, strict=True)
         flops = 0.0
         for phase_flops, phase_tokens in earlier:
@@ -66,7 +66,7 @@ class Plan:
 
 
 def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
-    """Return the cost of a sequence of each phase, from batches of the config's prepared corpus."""
+    """Return the cost per sequence of each phase, measured on batches of the config's prepared corpus."""
     shards = open_shards(config.corpus.folder, "train")
     rows = config.model.rows(shards.vocabulary_size)
     counted = objective_of(config, rows, teacher)
@@ -88,7 +88,7 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     """Return the config's phases, scaled to cost `budget` FLOPs.
 
     Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
-    than `MOST_EPOCHS` times.
+    than `MAX_EPOCHS` times.
     """
     plan = _plan(pace.scale(config, budget / _plan(config, costs).flops), costs)
     if abs(plan.flops - budget) > TOLERANCE * budget:
@@ -96,10 +96,10 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
             f"--budget {budget:g}: {plan.steps:,} steps come to {plan.flops:.4g} FLOP, not within {TOLERANCE:.0%}. "
             "Raise the budget, or lower phases.*.global_sequences."
         )
-    if plan.epochs > MOST_EPOCHS:
+    if plan.epochs > MAX_EPOCHS:
         raise InputError(
-            f"--budget {budget:g}: {plan.steps:,} steps read the text {plan.epochs:.1f} times; {MOST_EPOCHS:g} are "
-            f"allowed, which cost {budget * MOST_EPOCHS / plan.epochs:.3g} FLOP. Lower the budget, or train a larger "
+            f"--budget {budget:g}: {plan.steps:,} steps read the text {plan.epochs:.1f} times; {MAX_EPOCHS:g} are "
+            f"allowed, which cost {budget * MAX_EPOCHS / plan.epochs:.3g} FLOP. Lower the budget, or train a larger "
             "model."
         )
     return plan

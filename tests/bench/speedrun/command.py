@@ -1,4 +1,4 @@
-"""The command `bench speedrun`: text, corpus, a run with the budget, scores and log rows."""
+"""The command `bench speedrun`: samples the text, prepares the corpus, trains with the budget, scores and logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_bu
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, text_files
 from tests.bench.speedrun.results import Trial, budget_text, measure
 
-_EVALUATIONS = 10  # per run
+_EVALUATIONS = 10  # number of evaluations per run
 # Settings that do not affect the result. The name of the corpus folder is a hash of settings that do.
 _FREE = ("scheduling", "tracking", "corpus.processes", "run_dir", "corpus.dir", "corpus.sources.*.path")
 _DESCRIPTION = """Trains a config on fixed text with a fixed FLOP budget, and scores the model.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     texts = list(text_files(card, out / "corpus", HELD_OUT).values())
     trial = Trial(run=config.folder.name, ground=card["sha256"], **finished(config, budget, plan, texts))
     kept = out / results.RESULTS
-    with locked(kept.with_name(f".{kept.name}.lock")):  # trials of other processes add theirs
+    with locked(kept.with_name(f".{kept.name}.lock")):  # other processes may add trials
         trials = results.with_trial(results.read(kept, card["sha256"]), trial)
         results.write(trials, kept)
     print(results.table(trials), f"{kept}\n{trial.run}: {trial.scores.headline}", sep="\n")
@@ -92,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 def ground_config(path: Path, overrides: Sequence[str], card: Mapping[str, Any], out: Path) -> PretrainConfig:
     """Return the trial's config, with the sampled text as its corpus.
 
-    Trials with equal settings of the vocabulary share a prepared corpus.
+    Trials with equal vocabulary settings share a prepared corpus.
 
-    Raises `InputError` if the config is wrong, or begins with what other text has taught.
+    Raises `InputError` if the config is wrong, or starts from weights or a vocabulary trained on other text.
     """
     config = load_config(path, overrides)
     if config.start_from:
@@ -105,8 +105,8 @@ def ground_config(path: Path, overrides: Sequence[str], card: Mapping[str, Any],
             f"{path}: corpus.vocabulary.path ({vocabulary.path}): the vocabulary is trained on the drawn text; only a "
             "distillation takes its teacher's. Remove it, and set size and kind."
         )
-    decisive = [card["sha256"], vocabulary.model_dump(mode="json"), config.corpus.language]
-    name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+    settings_of_corpus = [card["sha256"], vocabulary.model_dump(mode="json"), config.corpus.language]
+    name = hashlib.sha256(json.dumps(settings_of_corpus).encode()).hexdigest()[:12]
     corpus = CorpusConfig(
         dir=str(out / "corpora" / name),
         sources=tuple(
@@ -126,22 +126,22 @@ def ground_config(path: Path, overrides: Sequence[str], card: Mapping[str, Any],
 def run_config(config: PretrainConfig, budget: float, plan: Plan, out: Path) -> PretrainConfig:
     """Return the config of the run with this budget. Raises `InputError` if the name is too long."""
     name = f"{config.name}-{budget_text(budget)}-s{config.seed}"
-    every = max(1, plan.steps // _EVALUATIONS)
+    interval = max(1, plan.steps // _EVALUATIONS)
     values = {
         **config.model_dump(mode="json"),
         "name": re.sub(r"[^a-z0-9-]", "-", name)[:63],
         "run_dir": str(out / "runs" / name),
         "phases": [phase.model_dump(mode="json") for phase in plan.phases],
-        "evaluation": {**config.evaluation.model_dump(), "every_steps": every},
-        "checkpoint": {**config.checkpoint.model_dump(), "every_steps": every, "keep_last": 1},
+        "evaluation": {**config.evaluation.model_dump(), "every_steps": interval},
+        "checkpoint": {**config.checkpoint.model_dump(), "every_steps": interval, "keep_last": 1},
     }
     return PretrainConfig.model_validate(values)
 
 
 def begin(config: PretrainConfig, out: Path) -> Path:
-    """Write the run's config next to the runs; return its path.
+    """Write the config of a run to the folder `configs`, and return its path.
 
-    Raises `InputError` if a run of its name was begun with other settings.
+    Raises `InputError` if a run with this name was started with other settings.
     """
     path = out / "configs" / f"{config.folder.name}.yaml"
     if path.is_file() and (others := settings.differences(load_config(path), config, ignore=_FREE)):

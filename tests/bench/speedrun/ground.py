@@ -21,20 +21,20 @@ from pretrain.corpus.inputs import Problems, plain_suffix
 
 CARD = "card.json"
 TRAIN, HELD_OUT = "train", "held-out"
-SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}  # by source kind
+SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}  # {kind of a source: its name}
 # Shares of the words, about as in BERT's text: 2,500 million of Wikipedia and 800 million of books (Devlin et al. 2019,
 # section 3.1).
 SHARES = {"wikipedia": 0.75, "novels": 0.25}
-_LEAST_WORDS = 20  # of a document, as corpus.min_document_words
+_MIN_WORDS = 20  # minimum number of words of a document, as in corpus.min_document_words
 
 
 class Limits(NamedTuple):
-    """How much text is sampled."""
+    """Limits of the text to sample."""
 
-    words: int = 10_000_000  # for training, at most
-    held_out_share: float = 0.01  # of a source's words
-    held_out_documents: int = 200  # of each source, at least this many, or the bytes below
-    held_out_bytes: int = 1_000_000
+    words: int = 10_000_000  # maximum number of words for training
+    held_out_share: float = 0.01  # share of a source's words to hold out
+    held_out_documents: int = 200  # minimum number of held-out documents of each source, unless they have
+    held_out_bytes: int = 1_000_000  # at least this size
 
 
 LIMITS = Limits()
@@ -59,18 +59,18 @@ class Drawn(NamedTuple):
 def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
     """Sample the text in `data` into the folder `out` and return its card; keep a folder that already has it.
 
-    The card has, for each source, the documents, words, characters and SHA-256 of what is trained on and of what is
-    held out; `sha256` covers all of it.
+    The card has, for each source, the documents, words, characters and SHA-256 of the training and the held-out text;
+    `sha256` is a hash of these SHA-256 values.
 
     Raises `InputError` if `data` has no text or other files too, or `out` was drawn from other files.
     """
     files = _files(data)
     inputs = [[str(file.relative_to(data)) if data.is_dir() else file.name, file.stat().st_size] for file in files]
-    card = _earlier(out, {"limits": limits._asdict(), "inputs": inputs})
+    card = _existing_card(out, {"limits": limits._asdict(), "inputs": inputs})
     if card is None:
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-        drawn = _drawn(files, limits)
+        drawn = _draw(files, limits)
         _write(files, drawn, out)
         card = {**_card(drawn, out), "limits": limits._asdict(), "inputs": inputs}
         write_json(out / CARD, card)
@@ -78,7 +78,7 @@ def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]:
-    """Return source -> JSONL file of its training or held-out documents."""
+    """Return {source: JSONL file of its training or held-out documents}."""
     return {name: out / parts[part]["file"] for name, parts in card["sources"].items()}
 
 
@@ -93,19 +93,19 @@ def _files(data: Path) -> list[Path]:
     return files
 
 
-def _earlier(out: Path, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _existing_card(out: Path, expected: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the card of intact text that was sampled from the same files, or None."""
     if not (out / CARD).is_file():
         return None
     card: dict[str, Any] = json.loads((out / CARD).read_text(encoding="utf-8"))
-    if any(card.get(name) != value for name, value in given.items()):
+    if any(card.get(name) != value for name, value in expected.items()):
         raise InputError(
             f"--data: {out} was drawn from other files, or by another version. Give the same folder, or another --out: "
             "trials compare on one text only."
         )
     parts = [part for source in card["sources"].values() for part in (source[TRAIN], source[HELD_OUT])]
-    whole = all((out / one["file"]).is_file() and sha256_file(out / one["file"]) == one["sha256"] for one in parts)
-    return card if whole else None
+    is_intact = all((out / one["file"]).is_file() and sha256_file(out / one["file"]) == one["sha256"] for one in parts)
+    return card if is_intact else None
 
 
 def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
@@ -116,12 +116,12 @@ def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
         for text in documents_of(file, Problems()):
             raw, words = text.encode(), len(text.split())
             digest = hashlib.sha256(raw).hexdigest()
-            if words >= _LEAST_WORDS and digest not in seen:
+            if words >= _MIN_WORDS and digest not in seen:
                 seen.add(digest)
                 yield source, Document(digest, words, len(text), len(raw)), text
 
 
-def _drawn(files: Sequence[Path], limits: Limits) -> dict[str, Drawn]:
+def _draw(files: Sequence[Path], limits: Limits) -> dict[str, Drawn]:
     found: dict[str, list[Document]] = {}
     for source, document, _ in _documents(files):
         found.setdefault(source, []).append(document)
@@ -137,12 +137,12 @@ def _drawn(files: Sequence[Path], limits: Limits) -> dict[str, Drawn]:
 
 
 def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
-    least = limits.held_out_share * sum(document.words for document in ordered)
+    min_words = limits.held_out_share * sum(document.words for document in ordered)
     taken: list[Document] = []
     words = size = 0
     for document in ordered:
         enough = len(taken) >= limits.held_out_documents or size >= limits.held_out_bytes
-        if enough and words >= least:
+        if enough and words >= min_words:
             break
         taken.append(document)
         words, size = words + document.words, size + document.bytes
@@ -150,7 +150,7 @@ def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
 
 
 def _in_turn(ordered: Mapping[str, Sequence[Document]], limit: int) -> dict[str, list[Document]]:
-    """Return at most `limit` words in total, in the sources' shares while all of them have text."""
+    """Return documents with at most `limit` words in total, in `SHARES` as long as all sources have text."""
     taken: dict[str, list[Document]] = {name: [] for name in ordered}
     words = dict.fromkeys(ordered, 0)
     rest = {name: iter(documents) for name, documents in ordered.items()}

@@ -27,13 +27,13 @@ _NONE = "-"
 class Scores:
     """Scores of one run; None if a score does not apply to the model."""
 
-    nats: float | None = None  # per masked token of the held-out text, 15 % masked 80/10/10
-    accuracy: float | None = None  # of these tokens
-    bits_per_character: float | None = None  # of the held-out text; comparable only within a vocabulary
-    common_word_bits: float | None = None  # of common words in the held-out text; comparable across vocabularies
-    common_word_error: float | None = None  # its standard error over the words
+    nats: float | None = None  # nats per masked token of the held-out text, 15 % masked 80/10/10
+    accuracy: float | None = None  # accuracy on these tokens
+    bits_per_character: float | None = None  # comparable only within a vocabulary
+    common_word_bits: float | None = None  # bits of common words; comparable across vocabularies
+    common_word_error: float | None = None  # standard error of `common_word_bits` over the words
     whole_word_bits: tuple[float, float] | None = None  # bounds of the bits per character of whole words
-    unscored: str = ""  # why there are no word scores
+    unscored: str = ""  # reason why there are no word scores
 
     @property
     def headline(self) -> str:
@@ -50,12 +50,12 @@ class Scores:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key of runs with the same budget: the score across vocabularies, then that within one."""
+        """Sort key of runs with the same budget: bits of common words, then bits per character."""
         across, within = self.common_word_bits, self.bits_per_character
         return float("inf") if across is None else across, float("inf") if within is None else within
 
     def cells(self) -> dict[str, str]:
-        """Return column of the log -> text."""
+        """Return {column of the log: text}."""
         return {
             "bits/character, one vocabulary": _number(self.bits_per_character),
             "nats/token": _number(self.nats),
@@ -68,7 +68,7 @@ class Scores:
 def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
     """Return the scores of a finished run.
 
-    ELECTRA's discriminator predicts no tokens, so it has none. Raises as the parts of `evaluate-pretrained`.
+    ELECTRA's discriminator predicts no tokens, so it has no scores. Raises the errors of `evaluate-pretrained`.
     """
     if config.electra.is_on:
         return Scores()
@@ -102,18 +102,18 @@ class Trial(BaseModel):
 
     run: str  # name of its run folder
     budget: float
-    flops: float  # executed, counted from the trained tokens
+    flops: float  # executed FLOPs, computed from the number of trained tokens
     steps: int
     epochs: float = 0.0
-    minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
+    minutes: float = 0.0  # time of training over all starts, without evaluations and checkpoints
     ground: str  # SHA-256 of the text
     scores: Scores = Scores()
     config: dict[str, Any] = {}  # the run's full config
     machine: dict[str, Any] = {}  # environment.json of the run
-    remarks: str = ""  # additional text of its row
+    remarks: str = ""  # content of the column of remarks
 
     def row(self) -> dict[str, str]:
-        """Return the log row: column -> text. Columns that `evaluate-pretrained` measures are empty."""
+        """Return the log row, {column: text}. Columns that `evaluate-pretrained` measures are empty."""
         machine = f"{counted(self.machine.get('cpu_cores', 0), 'core')} of {self.machine.get('cpu')}"
         commit = re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", self.machine.get("git_commit") or "unknown")
         return {
@@ -139,7 +139,7 @@ _TRIALS = TypeAdapter(list[Trial])
 def read(path: Path, ground: str) -> list[Trial]:
     """Return the trials in the file `path`; none if it does not exist.
 
-    Raises `InputError` if it is damaged, or has trials on another text than that with the SHA-256 `ground`.
+    Raises `InputError` if it is damaged, or has trials on text with another SHA-256 than `ground`.
     """
     if not path.is_file():
         return []
@@ -154,13 +154,13 @@ def read(path: Path, ground: str) -> list[Trial]:
 
 
 def with_trial(trials: Sequence[Trial], trial: Trial) -> list[Trial]:
-    """Return the trials with one added, or replaced if of the same run; sorted by budget and score."""
+    """Add a trial, which replaces an earlier one of the same run; return the trials sorted by budget and score."""
     kept = [one for one in trials if one.run != trial.run]
     return sorted([*kept, trial], key=lambda one: (one.budget, one.scores.rank, one.run))
 
 
 def write(trials: Sequence[Trial], path: Path) -> None:
-    """Write speedrun.json, atomically."""
+    """Write speedrun.json atomically."""
     write_json(path, [one.model_dump(mode="json") for one in trials])
 
 
@@ -172,7 +172,7 @@ def table(trials: Sequence[Trial]) -> str:
 
 
 def budget_text(budget: float) -> str:
-    """500000000000000.0 -> 5e14."""
+    """Format a budget: 500000000000000.0 as 5e14."""
     mantissa, exponent = f"{budget:.6e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
