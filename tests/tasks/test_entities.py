@@ -173,7 +173,7 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     assert one.origin("dev") == "25% of the training set, by type"
     with pytest.raises(InputError, match=r"leaves the dev set empty\. Raise it"):
         Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
-    with pytest.raises(ValueError, match="set one of the two"):
+    with pytest.raises(ValueError, match="use one of the two"):
         EntitiesSettings(train=path, dev=path, dev_share=0.1)
 
 

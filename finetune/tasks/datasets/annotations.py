@@ -10,24 +10,24 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.tasks.datasets.table import listed
+from finetune.tasks.datasets.table import name_list
 from pretrain.common.errors import InputError
 
 
 @dataclass(frozen=True)
-class Missing:
+class NoLabel:
     """Takes the place of a label: the reason why there is none, as in "40 rejected"."""
 
     why: str
 
 
-UNLABELED, _SKIPPED, _REJECTED = Missing("unlabeled"), Missing("skipped"), Missing("rejected")
-_DISPUTED, _MERGED = Missing("disputed by annotators"), Missing("merged with another annotation")
-_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": Missing("ignored")}
+UNLABELED, _SKIPPED, _REJECTED = NoLabel("unlabeled"), NoLabel("skipped"), NoLabel("rejected")
+_DISPUTED, _MERGED = NoLabel("disputed by annotators"), NoLabel("merged with another annotation")
+_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}
 _METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
-def left_out_line(source: str, rows: int, missing: Iterable[Missing]) -> str:
+def left_out_line(source: str, rows: int, missing: Iterable[NoLabel]) -> str:
     """Return a line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
     counts = Counter(entry.why for entry in missing)
     reasons = ", ".join(f"{count:,} {why}" for why, count in counts.most_common())
@@ -39,7 +39,7 @@ def is_prodigy(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("answer"), str) and record["answer"] in _ANSWERS
 
 
-def unused_reason(record: Mapping[str, Any]) -> Missing | None:
+def unused_reason(record: Mapping[str, Any]) -> NoLabel | None:
     """Return why a record, or an annotation of a task, is not used; None if it is used."""
     if record.get("was_cancelled") is True or record.get("skipped") is True:
         return _SKIPPED
@@ -76,10 +76,10 @@ def example_key(record: Any, texts: Sequence[str]) -> Hashable:
 
 
 def merge_annotations(values: list[Any], keys: Sequence[Hashable]) -> None:
-    """Keep one value per example key if all agree, and replace the other values by `Missing`."""
+    """Keep one value per example key if all agree, and replace the other values by `NoLabel`."""
     positions: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
-        if key is not None and not isinstance(values[position], Missing):
+        if key is not None and not isinstance(values[position], NoLabel):
             positions[key].append(position)
     for group in positions.values():
         value = _agreed([values[position] for position in group])
@@ -97,7 +97,7 @@ def _agreed(values: Sequence[Any]) -> Any:
 def class_rows(
     records: list[Any], where: Callable[[int], str], *, texts: Sequence[Any], label: str, inputs: Sequence[Any]
 ) -> list[Any]:
-    """Return `records` with the columns `texts` and `label`, which is `Missing` in unlabeled ones.
+    """Return `records` with the columns `texts` and `label`, which is `NoLabel` in unlabeled ones.
 
     `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
     the location of an item, for errors.
@@ -151,6 +151,6 @@ def _choices(result: list[Any], label: str, where: str) -> Any:
     choices = [entry for entry in entries if isinstance(entry["value"].get("choices"), list)]
     names = {str(entry.get("from_name")) for entry in choices}
     if label not in names and len(names) > 1:
-        raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
+        raise InputError(f"{where}: choices of {name_list(sorted(names))}. Set label_column to one of them.")
     choices = [entry for entry in choices if label not in names or entry.get("from_name") == label]
     return sorted((name for entry in choices for name in entry["value"]["choices"]), key=str)

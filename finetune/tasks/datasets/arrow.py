@@ -65,12 +65,12 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
             present = requested.resolve(schema.names, str(path))
-            table = file.read(None if requested.others else list(present.values()))
+            table = file.read(None if requested.with_others else list(present.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
     values = {name: _arrow_values(path, table[name]) for name in table.column_names}
     table_with_names = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
-    if not requested.others:
+    if not requested.with_others:
         return table_with_names
     rest = [name for name in values if name not in present.values()]
     rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(table_with_names)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, name_list
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
@@ -48,7 +48,7 @@ def read_delimited(
         lines.append(line)
         for column, position in targets:
             column.append(fields[position])
-        if requested.others:
+        if requested.with_others:
             others.append({name: fields[position] for name, position in extra.items()})
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
@@ -95,7 +95,7 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
             positions[column] = names.index(name)
             continue
         if column not in requested.optional:
-            existing = f"it has {listed(names)}" if names else f"its rows have {width}, numbered from 0"
+            existing = f"it has {name_list(names)}" if names else f"its rows have {width}, numbered from 0"
             raise InputError(f"{path}:1: no column {column!r}; {existing}. Set the column, `header` or `delimiter`.")
     return positions
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel
 from finetune.tasks.datasets.surrogates import check_surrogates
-from finetune.tasks.datasets.table import listed
+from finetune.tasks.datasets.table import name_list
 from pretrain.common.errors import InputError
 from pretrain.common.wording import nearest
 
@@ -33,10 +33,10 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
 
 
 def unwrap(cell: Any, problem: Problem) -> Any:
-    """Return `cell`, or the only item of a list if examples have one label; `Missing` if there is no label."""
+    """Return `cell`, or the only item of a list if examples have one label; `NoLabel` if there is no label."""
     if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
-            return Missing("with several labels")
+            return NoLabel("with several labels")
         cell = cell[0] if cell else None
     is_blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
     return UNLABELED if is_blank or cell is None or cell != cell else cell  # NaN differs from itself
@@ -88,14 +88,14 @@ def decode_vectors(
     for row, truths in vectors.items():
         if error := _vector_error(truths, names):
             if errors is None:
-                raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
-            errors[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
+                raise InputError(f"{where(row)}: labels is {excerpt(cells[row])}{error}")
+            errors[row] = f"{where(row)}: labels is {excerpt(cells[row])}{error}"
         else:
             converted[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
     return converted
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Format a value for a message, shortened."""
     text = "empty" if value is None or value == "" else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -104,11 +104,11 @@ def shown(value: Any) -> str:
 def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
     """Return why these are not the labels of a row; "" if they are."""
     if truths is None:
-        return f"; expected 0 or 1 for each of {listed(names)}."
+        return f"; expected 0 or 1 for each of {name_list(names)}."
     if not names:
         return ". Set `labels` to the names of these values, in order."
     if len(truths) != len(names):
-        return f", but there are {len(names)} labels: {listed(names)}."
+        return f", but there are {len(names)} labels: {name_list(names)}."
     return ""
 
 
@@ -119,7 +119,7 @@ def _name(cell: Any, where: str) -> str:
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
-        raise InputError(f"{where}: label is {shown(cell)}. Give each example the name of its label, or remove it.")
+        raise InputError(f"{where}: label is {excerpt(cell)}. Give each example the name of its label, or remove it.")
     check_surrogates(name, "the label", where)
     return name
 
@@ -127,11 +127,11 @@ def _name(cell: Any, where: str) -> str:
 def _label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
     parts = _parts(cell, separator)
     if not isinstance(parts, list):
-        raise InputError(f"{where}: labels is {shown(cell)}, not a JSON list. Write one, or set `label_separator`.")
+        raise InputError(f"{where}: labels is {excerpt(cell)}, not a JSON list. Write one, or set `label_separator`.")
     names = tuple(_name(part, where) for part in parts)
     if len(set(names)) < len(names):
         raise InputError(
-            f"{where}: labels is {shown(cell)}, where one occurs twice. Give each once; or if they are 0-1 vectors, "
+            f"{where}: labels is {excerpt(cell)}, where one occurs twice. Give each once; or if they are 0-1 vectors, "
             "give all of them the same length."
         )
     return names
@@ -163,7 +163,7 @@ def _value(cell: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or isinstance(cell, bool):
-        raise InputError(f"{where}: label is {shown(cell)}, not a number with a decimal point. Correct or remove it.")
+        raise InputError(f"{where}: label is {excerpt(cell)}, not a number with a decimal point. Correct or remove it.")
     return value
 
 
@@ -171,5 +171,5 @@ def _rename(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
     suggestions = nearest(value, names)
-    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {listed(names)}."
-    raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")
+    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {name_list(names)}."
+    raise InputError(f"{where}: label {excerpt(value)} is not in the training set or `labels`; {hint}")

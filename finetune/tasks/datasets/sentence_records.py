@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import Missing, example_key, merge_annotations, refuse_label_ids
+from finetune.tasks.datasets.annotations import NoLabel, example_key, merge_annotations, refuse_label_ids
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence, group_documents
 from finetune.tasks.datasets.span_forms import convert_offsets, name_tags, normalize_record
 from finetune.tasks.datasets.surrogates import check_id, replace_surrogates
-from finetune.tasks.datasets.table import Format, shown
+from finetune.tasks.datasets.table import Format, excerpt
 from finetune.tasks.datasets.tables import json_values, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
@@ -49,8 +49,8 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
 
 def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
-        raise InputError(f'{where}: {shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
-    if isinstance(missing := record.get("entities"), Missing):
+        raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
+    if isinstance(missing := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
         return replace(_sentence(unlabeled, where, remarks, cut), missing=missing)
     refuse_label_ids(record, where)
@@ -108,7 +108,7 @@ def from_records(
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
     settled = zip(sentences, values, strict=True)
     return group_documents(
-        replace(parsed, tags=None, missing=value) if isinstance(value, Missing) else parsed for parsed, value in settled
+        replace(parsed, tags=None, missing=value) if isinstance(value, NoLabel) else parsed for parsed, value in settled
     )
 
 
@@ -126,21 +126,21 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str | int):
-        raise InputError(f"{where}: document is {shown(name)}; expected text or a number.")
+        raise InputError(f"{where}: document is {excerpt(name)}; expected text or a number.")
     return str(name)
 
 
 def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key: str) -> Sentence:
     """Return words with their tags; if `text` is given, it is searched for the words from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise InputError(f"{where}: tokens is {shown(tokens)}; expected a list of strings.")
+        raise InputError(f"{where}: tokens is {excerpt(tokens)}; expected a list of strings.")
     words = [replace_surrogates(token) for token in tokens]
     text, offsets = (None, None) if text is None else _find(words, text, where, conflicting_key)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
-            f"{where}: tags is {shown(tags)}; expected a list of strings such as B-PER and O. "
+            f"{where}: tags is {excerpt(tags)}; expected a list of strings such as B-PER and O. "
             f"If they are numbers, set `tag_names`."
         )
     if len(tags) != len(words):
@@ -153,14 +153,14 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key:
 def _find(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
     """Return (text, character offsets of each word, int64 [W, 2])."""
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text, end = replace_surrogates(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
         start = text.find(word, end)
         if start < 0:
             raise InputError(
-                f"{where}: token {number}, {shown(word)}, is not in the text from character {end} on. Leave out "
+                f"{where}: token {number}, {excerpt(word)}, is not in the text from character {end} on. Leave out "
                 f'"{conflicting_key}", or give the tokens exactly as in the text.'
             )
         end = start + len(word)
@@ -170,7 +170,7 @@ def _find(words: list[str], text: Any, where: str, conflicting_key: str) -> tupl
 
 def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text = replace_surrogates(text)
     offsets = cut(text)
     words = [text[start:end] for start, end in offsets.tolist()]
@@ -189,18 +189,18 @@ def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     """Return (start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
-        raise InputError(f"{where}: entities is {shown(entities)}; expected a list.")
+        raise InputError(f"{where}: entities is {excerpt(entities)}; expected a list.")
     spans = []
     for number, entity in enumerate(entities):
         name = f"{where}: entity {number}"
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
-            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         kind = kind.strip() if isinstance(kind, str) else kind
         start, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(start) is not int or type(end) is not int:
-            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
         if not 0 <= start < end <= len(text):
             raise InputError(
                 f"{name} is from {start} to {end}, but the text has {len(text)} characters. Count Unicode "
@@ -209,7 +209,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
         expected = entity.get("text")
         if isinstance(expected, str) and replace_surrogates(expected) != text[start:end]:
             raise InputError(
-                f"{name} is {shown(expected)}, but {start} to {end} of the text is {shown(text[start:end])}. "
+                f"{name} is {excerpt(expected)}, but {start} to {end} of the text is {excerpt(text[start:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
         spans.append((start, end, kind))
@@ -244,7 +244,7 @@ def _tags_of(
     for start, end, kind in spans:
         first = int(np.searchsorted(ends, start, "right"))
         stop = int(np.searchsorted(starts, end, "left"))
-        quoted = shown(text[start:end])
+        quoted = excerpt(text[start:end])
         if first >= stop:
             raise InputError(f"{where}: the entity {kind} from {start} to {end} is {quoted}, which contains no word.")
         if stop <= next_free:

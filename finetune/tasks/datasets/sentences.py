@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel
 from finetune.tasks.datasets.words import joined
 
 Segmenter = Callable[[str], np.ndarray]
@@ -30,7 +30,7 @@ class Sentence:
     name: str | None = None  # name of its document, if the record has one
     id: Any = None  # id of the record
     from_spans: bool = False  # tags come from character spans: IOB2 whatever the scheme of the file
-    missing: Missing = UNLABELED  # why it has no tags, if it has none
+    missing: NoLabel = UNLABELED  # why it has no tags, if it has none
     from_text: bool = False  # the words were segmented from the text
 
     def __post_init__(self) -> None:

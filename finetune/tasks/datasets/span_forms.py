@@ -9,11 +9,11 @@ spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.tasks.datasets.annotations import Missing, is_label_studio, is_prodigy, read_annotations, unused_reason
+from finetune.tasks.datasets.annotations import NoLabel, is_label_studio, is_prodigy, read_annotations, unused_reason
 from finetune.tasks.datasets.sentences import Segmenter
 from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 
-_ONE_SPAN = Missing("with an answer about a single span")
+_ONE_SPAN = NoLabel("with an answer about a single span")
 _TAGS = ("tags", "labels", "ner_tags")
 _SPANS = ("entities", "spans", "ents", "label", "labels")
 _NAMES = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}

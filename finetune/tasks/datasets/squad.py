@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out_line, unused_reason
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel, left_out_line, unused_reason
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.surrogates import check_surrogates
 from finetune.tasks.datasets.tables import json_values, read_table
@@ -79,7 +79,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     questions: list[Question] = []
     locations: dict[str, str] = {}
     contexts: dict[str, str] = {}
-    missing: list[Missing] = []
+    missing: list[NoLabel] = []
     for location, record, context in records:
         question = _question(record, context, location, labeled=labeled)
         if labeled and question.answers is None:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from finetune.tasks.custom_metric import metric_error
 from finetune.tasks.datasets.files import is_encoding
-from finetune.tasks.own_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
@@ -76,7 +76,7 @@ class EntitiesSettings(Section):
     @model_validator(mode="after")
     def _check_dev(self) -> EntitiesSettings:
         if self.dev and self.dev_share:
-            raise ValueError("dev_share: there is a dev set; set one of the two")
+            raise ValueError("dev_share: dev is set, too; use one of the two")
         return self
 
     @field_validator("document_context")

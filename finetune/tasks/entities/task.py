@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
+from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.sentence_records import sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, group_documents
@@ -23,7 +24,6 @@ from finetune.tasks.entities import decoding
 from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
-from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
@@ -160,7 +160,7 @@ class Entities(Task[Sentence]):
         examples, predictions = _labeled(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
         tags = [sentence.tags for sentence in examples], [sentence["tags"] for sentence in predictions]
-        return scores | own_score(self.settings.metric, *tags)
+        return scores | custom_score(self.settings.metric, *tags)
 
     def interval(self, examples: Sequence[Sentence], predictions: Predictions) -> tuple[float, float] | None:
         tags = decoding.gold_and_predicted(self._source.types, examples, predictions)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from finetune.tasks.own_metric import metric_error
+from finetune.tasks.custom_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 

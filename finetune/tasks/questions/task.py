@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
+from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import squad
 from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.intervals import bootstrap
-from finetune.tasks.own_metric import metric_name, own_score
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
 from finetune.tasks.questions.source import QuestionSource
@@ -137,7 +137,7 @@ class Questions(Task[Question]):
             InputError: no example has a prediction.
         """
         scores = self._decoder().score(examples, predictions)
-        return scores | own_score(self.settings.metric, *self._decoder().compared(examples, predictions))
+        return scores | custom_score(self.settings.metric, *self._decoder().compared(examples, predictions))
 
     def interval(self, examples: Sequence[Question], predictions: Predictions) -> tuple[float, float] | None:
         if self.metric not in ("exact_match", "exact", "f1"):
