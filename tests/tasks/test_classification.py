@@ -230,7 +230,7 @@ def test_bad_files_are_named_with_their_line(write: Callable[..., str], name: st
 def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     refused(r"a folder, not a file", read_table, write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
     for column in (2, -1):
-        message = rf"b\.csv:1: no column {column}; its rows have 2, numbered from 0"
+        message = rf"b\.csv:1: no column {column}; each row has 2, numbered from 0"
         refused(message, read_table, write("b.csv", "a,b\n"), [column], layout=TableFormat(header=False))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
@@ -408,8 +408,8 @@ def test_numbers_and_names_that_are_no_vectors_stay_names(write: Callable[..., s
     [
         (sayings([1, 0, 1], [0, 0, 1]), {}, ":1: labels is [1, 0, 1]. Set `labels` to the names of these values"),
         (sayings([1, 0, 1]), {"labels": ("x", "y")}, ":1: labels is [1, 0, 1], but there are 2 labels: x, y"),
-        (sayings([1, 0, 1], [0, 1]), {}, ":1: labels is [1, 0, 1], where one occurs twice. Give each once; or if"),
-        (sayings(["a", "b"], ["a", "a"]), {}, ":2: labels is ['a', 'a'], where one occurs twice"),
+        (sayings([1, 0, 1], [0, 1]), {}, ":1: labels is [1, 0, 1], with a repeated label. Give each once; or if"),
+        (sayings(["a", "b"], ["a", "a"]), {}, ":2: labels is ['a', 'a'], with a repeated label"),
         ([{"text": "w", "x": 1, "y": 2}], {"label_columns": ("x", "y")}, ":1: labels is [1, 2]; expected 0 or 1 for"),
         ([{"text": "w", "x": 1, "y": None}], {"label_columns": ("x", "y")}, "expected 0 or 1 for each of x, y"),
         ([{"text": "w", "x": 1}], {"label_columns": ("x", "y")}, ":1: no 'y'; it has text, x"),
@@ -458,7 +458,7 @@ def test_a_test_set_is_scored_where_it_has_labels(write: Callable[..., str], cap
     one = task(train=write("a.jsonl", sayings("a", "b")), test=write("b.jsonl", rows))
     examples = one.read_test()["test"]
     assert [example.label for example in examples] == ["a", None, None, None, None, "b"]
-    assert "4 of 6 labels are missing or unknown, and left out; the first:" in caplog.text
+    assert "4 of 6 labels are missing or unknown, and ignored; the first:" in caplog.text
     assert one.is_labeled(examples)
     assert one.score(examples, [{"label": "a"}] * 6)["accuracy"] == 0.5
     assert one.details(examples, [{"label": "a"}] * 6)["confusion"]["counts"] == [[1, 0], [1, 0]]

@@ -225,7 +225,9 @@ class ExampleSource:
         cells = [unwrap(cell, self._problem) for cell in table.columns.get("label", [])]
         if all(isinstance(cell, NoLabel) or cell == "" for cell in cells):
             return raw
-        errors = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, NoLabel)}
+        errors = {
+            row: f"{table.where(row)}: {cell.reason}" for row, cell in enumerate(cells) if isinstance(cell, NoLabel)
+        }
         cells = [None if row in errors else cell for row, cell in enumerate(cells)]
         table = replace(table, columns={**table.columns, "label": cells})
         for row, cell in enumerate(self._cells(table, errors)):
