@@ -15,7 +15,7 @@ from finetune.tasks.classification.source import Example, ExampleSource
 from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
-from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
+from finetune.tasks.datasets.text import FramedWindows, Slices, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
 from finetune.tasks.intervals import bootstrap
 from pretrain.common.errors import InputError
@@ -281,7 +281,7 @@ def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:
     return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
-def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
+def _slices(column: TokenizedTexts, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
     """Return a slice for each window: `length` tokens from token `start` of the string with the index `text`."""
     return column.ids, column.starts[text] + start, length
 

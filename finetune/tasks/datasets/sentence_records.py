@@ -1,6 +1,6 @@
-"""Sentences from records: JSON, Parquet rows, or a single object or string.
+"""Reads sentences from records: JSON, Parquet rows, or a single object or string.
 
-JSON Lines have one object per sentence, and so does a list in a .json file. Adjacent sentences with the same
+JSON Lines have one object per sentence, and so has a list in a .json file. Adjacent sentences with the same
 `document` (a string or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
@@ -10,7 +10,7 @@ Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` f
 its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
 and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
 Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabeled.
-Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
+Parquet files have columns of the same names; class indices become the names that `datasets` stored in the file.
 """
 
 import itertools
@@ -32,31 +32,33 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
-_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # of a Parquet file
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
-def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
-    """Return a sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
+def parse_sentence(
+    record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words
+) -> Sentence:
+    """Return a sentence from plain text, which `cut` segments into words, or from one JSON object (see the module).
 
-    It has no context until `in_documents` groups the sentences.
+    It has no context until `group_documents` is called.
 
     Raises:
         InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
             text or overlaps another.
     """
-    return _sentence({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
+    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
 
 
-def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
+def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     if isinstance(missing := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_sentence(unlabeled, where, remarks, cut), missing=missing)
+        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=missing)
     refuse_label_ids(record, where)
-    entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
+    entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
-    # A record without words may have an empty list of tags.
+    # An empty text may have an empty list of tags.
     without_tokens = not tokens and (bool(text) or tags is None)
     if text is not None and (without_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
@@ -71,12 +73,12 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sent
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
     check_id(record.get("id"), where)
-    parsed = replace(parsed, name=_document_name(record, where), id=record.get("id"))
+    parsed = replace(parsed, document_name=_document_name(record, where), id=record.get("id"))
     return parsed if tags is not None or entities is None else _with_spans(parsed, entities, where, remarks)
 
 
 def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
-    """Yield (path, line from 1, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
+    """Yield (path, line number, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
     separator, numbered = json_values(path, text, kind)
     for number, value in numbered:
         yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
@@ -94,7 +96,7 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 def from_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
-    """Return sentences from (source, line or 0, record); `tag_names` are the names of tags that are numbers."""
+    """Return sentences from (source, line number or 0, record); `tag_names` are the names of numeric tags, in order."""
     items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
     normalized = [record for _, _, record in items]
     converted_records = convert_offsets(normalized, cut)
@@ -103,12 +105,12 @@ def from_records(
         where = f"{source}:{line}" if line else source
         if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
-        sentences.append(replace(_sentence(converted_record, where, remarks, cut), source=source, line=line))
-    values = [parsed.missing if parsed.tags is None else parsed.tags for parsed in sentences]
+        sentences.append(replace(_parse(converted_record, where, remarks, cut), source=source, line=line))
+    values = [parsed.missing_reason if parsed.tags is None else parsed.tags for parsed in sentences]
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
-    settled = zip(sentences, values, strict=True)
     return group_documents(
-        replace(parsed, tags=None, missing=value) if isinstance(value, NoLabel) else parsed for parsed, value in settled
+        replace(parsed, tags=None, missing_reason=value) if isinstance(value, NoLabel) else parsed
+        for parsed, value in zip(sentences, values, strict=True)
     )
 
 
@@ -131,11 +133,11 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
 
 
 def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key: str) -> Sentence:
-    """Return words with their tags; if `text` is given, it is searched for the words from left to right."""
+    """Return a sentence of `tokens` and `tags`; the words are located in `text`, if given, from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {excerpt(tokens)}; expected a list of strings.")
     words = [replace_surrogates(token) for token in tokens]
-    text, offsets = (None, None) if text is None else _find(words, text, where, conflicting_key)
+    text, offsets = (None, None) if text is None else _find_words(words, text, where, conflicting_key)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
@@ -150,8 +152,8 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key:
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 
-def _find(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
-    """Return (text, character offsets of each word, int64 [W, 2])."""
+def _find_words(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
+    """Return (text, int64 [W, 2]: start and end of each word in it, in characters)."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text, end = replace_surrogates(text), 0
@@ -178,11 +180,11 @@ def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
 
 
 def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
-    text, offsets = parsed.characters()
+    text, offsets = parsed.text_and_offsets()
     spans = _spans(entities, text, where)
     if parsed.text is None:
-        _check_edges(spans, offsets, where)
-    tags = _tags_of(spans, text, offsets, where, remarks)
+        _check_alignment(spans, offsets, where)
+    tags = _make_tags(spans, text, offsets, where, remarks)
     return replace(parsed, tags=tags, from_spans=True)
 
 
@@ -223,8 +225,8 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     return spans
 
 
-def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
-    """Check that entities align with tokens: without `text`, other offsets probably count tokens."""
+def _check_alignment(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
+    """Check that entities begin and end with a token; if they do not, offsets probably count tokens."""
     starts, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
     for start, end, kind in spans:
         if start not in starts or end not in ends:
@@ -234,7 +236,7 @@ def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: 
             )
 
 
-def _tags_of(
+def _make_tags(
     spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
 ) -> list[str]:
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
@@ -265,8 +267,8 @@ def _tags_of(
     return tags
 
 
-def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), None)
+def _first_present(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((record[key] for key in keys if record.get(key) is not None), None)
 
 
 def _are_objects(tokens: Any) -> bool:

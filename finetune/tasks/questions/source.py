@@ -35,7 +35,7 @@ class QuestionSource:
         """Read a file; with `check`, refuse questions without an answer if the model always answers."""
         questions = squad.read(path, labeled=labeled)
         policy = self._settings.bad_answers if training else self._policy
-        questions = squad.without_bad_answers(questions, path, policy, training=training)
+        questions = squad.handle_bad_answers(questions, path, policy, training=training)
         impossible = [question.id for question in questions if question.answers == ()]
         if self.unanswerable is None and labeled:
             self.unanswerable = bool(impossible)

@@ -11,7 +11,7 @@ from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import squad
 from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
-from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
+from finetune.tasks.datasets.text import FramedWindows, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.intervals import bootstrap
 from finetune.tasks.questions.decoding import AnswerDecoder
@@ -200,7 +200,7 @@ class Questions(Task[Question]):
     def _targets(
         self,
         examples: Sequence[Question],
-        contexts: Column,
+        contexts: TokenizedTexts,
         context_N: np.ndarray,
         framed: FramedWindows,
         cut: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -261,7 +261,7 @@ class Questions(Task[Question]):
 
 
 def _answer_tokens(
-    examples: Sequence[Question], contexts: Column, context_N: np.ndarray
+    examples: Sequence[Question], contexts: TokenizedTexts, context_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (first int64 [N], last int64 [N], counted bool [N]): tokens of each context that cover its answer.
 
