@@ -64,7 +64,7 @@ class EntitiesSettings(Section):
     metric: str = Field(
         default="f1",
         description="Score used to select the best checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (mean "
-        "f1 of the types), strict_f1 (seqeval's strict mode), accuracy (fraction of correct tags), or a custom function, "
+        "over types), strict_f1 (seqeval's strict mode), accuracy (fraction of correct tags), or a custom function, "
         "such as my_package.scores:name.",
     )
 
