@@ -60,17 +60,13 @@ def _export(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
     if find_model(arguments.run) is None:
         if arguments.onnx:
-            raise InputError(
-                f"--onnx: only supported for fine-tuned models, and {arguments.run} is not one. Fine-tune it first."
-            )
+            raise InputError(f"--onnx: needs a fine-tuned model, and {arguments.run} is not one. Fine-tune it first.")
         from pretrain.run import api
 
         print(api.export(arguments.run, arguments.out, **options))
         return
     if used := [name for name, value in options.items() if value]:
-        raise InputError(
-            f"--{used[0]}: only supported for pretraining runs, and {arguments.run} is fine-tuned. Remove it."
-        )
+        raise InputError(f"--{used[0]}: needs a pretraining run, and {arguments.run} is fine-tuned. Remove it.")
     from finetune.artifacts.export import export
 
     written = export(arguments.run, local(arguments.out), onnx=arguments.onnx)

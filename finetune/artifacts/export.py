@@ -89,9 +89,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         assert program is not None
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # remove paths of source files on this machine
-        for (
-            value
-        ) in program.model.graph.initializers.values():  # quantizers transpose weights without updating the shape
+        for value in program.model.graph.initializers.values():  # quantizers transpose weights but keep their shape
             value.type = value.shape = None
         program.save(path)
     return max_logit_difference(model, path)

@@ -217,9 +217,7 @@ def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
 
 
 class _End(NamedTuple):
-    """Marks the end of the records, and holds the error that ended them, if any."""
-
-    error: Exception | None
+    error: Exception | None  # the error that ended the records, if any
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:

@@ -676,8 +676,8 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, labels: [a, a]}", "labels: an entry is repeated"),
         ("{train: x, labels: [a]}", "labels: only one class"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: not supported for regression"),
-        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced is only supp"),
-        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced is only supp"),
+        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced needs single_l"),
+        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced needs single_l"),
         *(
             (f"{{train: x, class_weights: {wrong}}}", "expected none, balanced, or weights")
             for wrong in ("{a: 0}", "3")

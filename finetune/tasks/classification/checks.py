@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from finetune.tasks.datasets.labels import Label
-from finetune.tasks.datasets.table import Table, name_list
+from finetune.tasks.datasets.table import Table, listing
 from pretrain.common.wording import counted
 
 _MIN_EXAMPLES = 5  # warn if a class with at least this many examples is never predicted
@@ -29,7 +29,7 @@ def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: st
         rare = [repr(name) for name in names if counts[name] == count]
         if rare:
             subject = "label has" if len(rare) == 1 else "labels have"
-            yield f"{source}: {len(rare)} {subject} {problem}: {name_list(rare)}. Add examples, or remove such labels."
+            yield f"{source}: {len(rare)} {subject} {problem}: {listing(rare)}. Add examples, or remove such labels."
 
 
 def empty_texts(table: Table) -> Iterator[str]:

@@ -28,9 +28,7 @@ SCORES: dict[Problem, tuple[str, ...]] = {
 class ClassificationSettings(Section):
     """Classification or regression of documents, or of pairs of documents."""
 
-    glue: GlueName = Field(
-        default="", description="Name of a GLUE task; its official files, labels and scores are used."
-    )
+    glue: GlueName = Field(default="", description="Name of a GLUE task, with its official files, labels and scores.")
     glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
     dataset: LocalPath = Field(
         default="",
@@ -188,7 +186,7 @@ class ClassificationSettings(Section):
         is_pos_weight = kind == "multi_label" and self.class_weights != "balanced"
         if self.class_weights != "none" and kind != "single_label" and not is_pos_weight:
             raise ValueError(
-                "class_weights: balanced is only supported for single_label, weights by label also for multi_label"
+                "class_weights: balanced needs single_label; weights by label, single_label or multi_label"
             )
         if self.label_smoothing and kind != "single_label":
             raise ValueError("label_smoothing: only supported for single_label")

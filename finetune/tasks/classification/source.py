@@ -16,7 +16,7 @@ from finetune.tasks.datasets import glue, splits
 from finetune.tasks.datasets.annotations import NoLabel, left_out_line
 from finetune.tasks.datasets.labels import Label, Problem, decode_vectors, excerpt, parse, rename, sort_labels, unwrap
 from finetune.tasks.datasets.surrogates import check_id, check_surrogates
-from finetune.tasks.datasets.table import Key, Table, name_list
+from finetune.tasks.datasets.table import Key, Table, listing
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
@@ -175,7 +175,7 @@ class ExampleSource:
         return Example(text, None, None, where)
 
     def _select(self, examples: Sequence[Example], *, held_out: bool) -> list[Example]:
-        """Return the examples that `dev_share` holds out, or the other ones."""
+        """Return the examples that `dev_share` holds out, or the others."""
         texts = [f"{example.text}\0{example.pair or ''}" for example in examples]
         count = round(self._settings.dev_share * len(set(texts)))
         flags = splits.held_out(texts, [_classes(example) for example in examples], count)
@@ -225,9 +225,8 @@ class ExampleSource:
         cells = [unwrap(cell, self._problem) for cell in table.columns.get("label", [])]
         if all(isinstance(cell, NoLabel) or cell == "" for cell in cells):
             return raw
-        errors = {
-            row: f"{table.where(row)}: {cell.reason}" for row, cell in enumerate(cells) if isinstance(cell, NoLabel)
-        }
+        missing = {row: cell.reason for row, cell in enumerate(cells) if isinstance(cell, NoLabel)}
+        errors = {row: f"{table.where(row)}: {reason}" for row, reason in missing.items()}
         cells = [None if row in errors else cell for row, cell in enumerate(cells)]
         table = replace(table, columns={**table.columns, "label": cells})
         for row, cell in enumerate(self._cells(table, errors)):
@@ -309,13 +308,13 @@ class ExampleSource:
         labels = list(self.names.values())
         if self._settings.positive and self._settings.positive not in labels:
             raise InputError(
-                f"classification.positive: {self._settings.positive!r} is not a label; known: {name_list(labels)}."
+                f"classification.positive: {self._settings.positive!r} is not a label; known: {listing(labels)}."
             )
         if self._settings.positive and (len(labels) != 2 or self._problem != "single_label"):
             raise InputError("classification.positive: only supported for single_label with two classes. Remove it.")
         for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
             if name not in labels:
-                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {name_list(labels)}.")
+                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listing(labels)}.")
         if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
         if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
@@ -341,7 +340,7 @@ def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
     for name in names:
         if isinstance(name, str) and name in record:
             return _expect_text(record[name], where, repr(name))
-    raise InputError(f"{where}: no {names[-1]!r}; it has {name_list(record) or 'nothing'}.")
+    raise InputError(f"{where}: no {names[-1]!r}; it has {listing(record) or 'nothing'}.")
 
 
 def _expect_text(value: Any, where: str, name: str) -> str:

@@ -84,10 +84,8 @@ class TableSource:
 
     def _unknown_format(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        txt_hint = "" if self.pair_column is not None else ", or .txt for one input per line"
-        return (
-            f"{path}: its suffix does not name a table format. {known}{txt_hint}, or pass its lines on standard input."
-        )
+        txt = "" if self.pair_column is not None else ", or .txt for one input per line"
+        return f"{path}: its suffix does not name a table format. {known}{txt}, or pass its lines on standard input."
 
     def origin(self, name: str) -> str:
         """Return where the set `name` comes from."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.tasks.datasets.table import name_list
+from finetune.tasks.datasets.table import listing
 from pretrain.common.errors import InputError
 
 
@@ -152,6 +152,6 @@ def _choices(result: list[Any], label: str, where: str) -> Any:
     choices = [entry for entry in entries if isinstance(entry["value"].get("choices"), list)]
     names = {str(entry.get("from_name")) for entry in choices}
     if label not in names and len(names) > 1:
-        raise InputError(f"{where}: choices of {name_list(sorted(names))}. Set label_column to one of them.")
+        raise InputError(f"{where}: choices of {listing(sorted(names))}. Set label_column to one of them.")
     choices = [entry for entry in choices if label not in names or entry.get("from_name") == label]
     return sorted((name for entry in choices for name in entry["value"]["choices"]), key=str)

@@ -92,7 +92,6 @@ def _to_table(
 
 
 def _arrow_values(path: Path, column: Any) -> list[Any]:
-    """Return Python values; `InputError` with the first row that is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, name_list
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
@@ -95,7 +95,7 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
             positions[column] = names.index(name)
             continue
         if column not in requested.optional:
-            existing = f"it has {name_list(names)}" if names else f"each row has {width}, numbered from 0"
+            existing = f"it has {listing(names)}" if names else f"each row has {width}, numbered from 0"
             raise InputError(f"{path}:1: no column {column!r}; {existing}. Set the column, `header` or `delimiter`.")
     return positions
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from finetune.tasks.datasets.annotations import UNLABELED, NoLabel
 from finetune.tasks.datasets.surrogates import check_surrogates
-from finetune.tasks.datasets.table import name_list
+from finetune.tasks.datasets.table import listing
 from pretrain.common.errors import InputError
 from pretrain.common.wording import nearest
 
@@ -105,11 +105,11 @@ def excerpt(value: Any) -> str:
 def _vector_error(flags: list[bool] | None, names: Sequence[str]) -> str:
     """Return why `flags` is not a vector with a value for each of `names`; "" if it is."""
     if flags is None:
-        return f"; expected 0 or 1 for each of {name_list(names)}."
+        return f"; expected 0 or 1 for each of {listing(names)}."
     if not names:
         return ". Set `labels` to the names of these values, in order."
     if len(flags) != len(names):
-        return f", but there are {len(names)} labels: {name_list(names)}."
+        return f", but there are {len(names)} labels: {listing(names)}."
     return ""
 
 
@@ -172,5 +172,5 @@ def _rename(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
     suggestions = nearest(value, names)
-    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {name_list(names)}."
+    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {listing(names)}."
     raise InputError(f"{where}: label {excerpt(value)} is not in the training set or `labels`; {hint}")

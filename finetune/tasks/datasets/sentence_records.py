@@ -35,9 +35,7 @@ _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
-def parse_sentence(
-    record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words
-) -> Sentence:
+def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
     """Return a sentence from plain text, which `cut` segments into words, or from one JSON object (see the module).
 
     It has no context until `group_documents` is called.

@@ -62,11 +62,8 @@ class Remarks:
 
     def lines(self) -> list[str]:
         """Return one line per remark: its first location and its count."""
-        return [
-            f"{self.first_locations[remark]}: {remark}"
-            + (f"; {count} in total, this is the first" if count > 1 else "")
-            for remark, count in self.counts.items()
-        ]
+        totals = {key: f"; {count} in total, this is the first" for key, count in self.counts.items() if count > 1}
+        return [f"{self.first_locations[remark]}: {remark}{totals.get(remark, '')}" for remark in self.counts]
 
 
 def group_documents(sentences: Iterable[Sentence]) -> list[Sentence]:

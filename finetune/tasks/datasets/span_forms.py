@@ -16,7 +16,7 @@ from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 _ONE_SPAN = NoLabel("with an answer about a single span")
 _TAGS = ("tags", "labels", "ner_tags")
 _SPANS = ("entities", "spans", "ents", "label", "labels")
-_SPAN_KEYS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
+_KEYS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
 
 
 def normalize_record(record: Any) -> Any:
@@ -105,10 +105,9 @@ def _are_spans(record: Mapping[str, Any], name: str) -> bool:
 
 def _convert_span(entity: Any) -> Any:
     if isinstance(entity, list):
-        return dict(zip(_SPAN_KEYS, entity, strict=True))
+        return dict(zip(_KEYS, entity, strict=True))
     fields = {
-        name: next((entity[key] for key in keys if entity.get(key) is not None), None)
-        for name, keys in _SPAN_KEYS.items()
+        name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _KEYS.items()
     }
     if isinstance(fields["type"], list) and len(fields["type"]) == 1:
         fields["type"] = fields["type"][0]

@@ -23,9 +23,9 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
             candidates.append(text)
         seen |= names
     count = min(count, len(candidates))
-    # Choose `count` evenly spaced candidates: those at which the quota reaches the next integer.
+    # `count` evenly spaced candidates: those at which the quota rises.
     quota = [index * count // max(1, len(candidates)) for index in range(len(candidates) + 1)]
-    chosen = {text for text, low, high in zip(candidates, quota[:-1], quota[1:], strict=True) if high > low}
+    chosen = {candidates[index] for index in range(len(candidates)) if quota[index + 1] > quota[index]}
     return [text in chosen for text in texts]
 
 

@@ -73,7 +73,7 @@ class RequestedColumns:
             if (name := self.find_unique(column, names, source)) is not None:
                 present[column] = str(name)
             elif column not in self.optional:
-                raise InputError(f"{source}: no column {column!r}; it has {name_list(names)}.")
+                raise InputError(f"{source}: no column {column!r}; it has {listing(names)}.")
         return present
 
     def find_unique(self, column: Key, names: Sequence[Any], source: str) -> Key | None:
@@ -93,7 +93,7 @@ class RequestedColumns:
         return alias if alias in names else None
 
 
-def name_list(names: Collection[Any]) -> str:
+def listing(names: Collection[Any]) -> str:
     """Join names with commas, for a message: at most 20; names with surrounding spaces are quoted."""
     shortened = [str(name)[:40] if str(name) == str(name).strip() else repr(str(name)) for name in names]
     return ", ".join(shortened[:20]) + (", ..." if len(shortened) > 20 else "")

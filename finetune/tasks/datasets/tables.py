@@ -14,16 +14,7 @@ from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import iterate_lines, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_spreadsheet
 from finetune.tasks.datasets.surrogates import replace_surrogates
-from finetune.tasks.datasets.table import (
-    Converter,
-    Format,
-    Key,
-    RequestedColumns,
-    Table,
-    TableFormat,
-    excerpt,
-    name_list,
-)
+from finetune.tasks.datasets.table import Converter, Format, Key, RequestedColumns, Table, TableFormat, excerpt, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -133,15 +124,12 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
         records = convert(records, lambda row: f"{path}{separator}{numbers[row]}")
     for number, record in zip(numbers, records, strict=True):
         if not isinstance(record, dict):
-            raise InputError(
-                f"{path}{separator}{number}: {excerpt(record)}, not an object with {name_list(requested.columns)}."
-            )
+            keys = listing(requested.columns)
+            raise InputError(f"{path}{separator}{number}: {excerpt(record)}, not an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
-    extra = [
-        {key: value for key, value in record.items() if key not in used} for record in records if requested.with_others
-    ]
-    others = json.loads(replace_surrogates(json.dumps(extra, ensure_ascii=False)))
+    rest = [{key: value for key, value in record.items() if key not in used} for record in records]
+    others = json.loads(replace_surrogates(json.dumps(rest, ensure_ascii=False))) if requested.with_others else []
     table = Table(cells, str(path), numbers, separator, others=others)
     for column in requested.columns:
         names = [requested.find(column, record) for record in records]
@@ -150,7 +138,7 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
             continue
         for row, (name, record) in enumerate(zip(names, records, strict=True)):
             if name is None and column not in requested.optional:
-                raise InputError(f"{table.where(row)}: no {column!r}; it has {name_list(record)}.")
+                raise InputError(f"{table.where(row)}: no {column!r}; it has {listing(record)}.")
         cells[column] = values
     return table
 
@@ -164,7 +152,6 @@ def _parse_document(text: str) -> Any:
 
 
 def _line_records(path: Path, text: str, document: Any) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each non-blank line, or (1, `document`) if that is not None."""
     if document is not None:
         yield 1, document
         return

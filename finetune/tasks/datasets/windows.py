@@ -76,14 +76,12 @@ def _side_by_side(
     """Return rows as in `cut_pairs`, int64 [5, F]: each document slides through one half of the window."""
     half = capacity // 2
     short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], capacity - half, overlap // 2)
-    short_counts, long_counts = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
-    counts = np.maximum(short_counts, long_counts)
+    shorts, longs = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
+    counts = np.maximum(shorts, longs)
     pair, index = _index_in_groups(counts)
-    short_index = (np.cumsum(short_counts) - short_counts)[pair] + index * short_counts[pair] // counts[pair]
-    long_index = (np.cumsum(long_counts) - long_counts)[pair] + index * long_counts[pair] // counts[pair]
-    return np.stack(
-        [pairs[pair], short[1][short_index], short[2][short_index], long[1][long_index], long[2][long_index]]
-    )
+    in_short = (np.cumsum(shorts) - shorts)[pair] + index * shorts[pair] // counts[pair]
+    in_long = (np.cumsum(longs) - longs)[pair] + index * longs[pair] // counts[pair]
+    return np.stack([pairs[pair], short[1][in_short], short[2][in_short], long[1][in_long], long[2][in_long]])
 
 
 def _index_in_groups(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

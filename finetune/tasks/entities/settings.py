@@ -28,8 +28,7 @@ class EntitiesSettings(Section):
         default=0, description="Index of the word column, from 0; negative ones count from the last column."
     )
     label_column: int = Field(
-        default=-1,
-        description="Index of the tag column, from 0 or negative; a test file with only one column has no tags.",
+        default=-1, description="Index of the tag column, like token_column; a test file with one column has no tags."
     )
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
@@ -42,8 +41,7 @@ class EntitiesSettings(Section):
         description="Without dev: fraction of the training sentences to hold out, stratified by entity type.",
     )
     tag_names: tuple[str, ...] = Field(
-        default=(),
-        description="Names of tags that are numbers in records, in numeric order, such as [O, B-PER, I-PER].",
+        default=(), description="Names of numeric tags in records, in numeric order, such as [O, B-PER, I-PER]."
     )
     encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
     labels: tuple[str, ...] = Field(

@@ -131,7 +131,7 @@ class SentenceSource:
         tags = _read_tags(sentences)
         scheme = self._scheme_of(sentences, tags, is_train=use == "train")
         if use == "train":
-            self._learn_types(sentences, tags)
+            self._set_types(sentences, tags)
         self._check_types(sentences, tags, remarks if use == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write_prefixes(metrics.find_entities(tags), tags.starts, "iob2")
@@ -151,8 +151,7 @@ class SentenceSource:
                 self._scheme = scheme
         return scheme
 
-    def _learn_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
-        """Set `types` to those in the training set, unless they are known."""
+    def _set_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
         if not tags.names:
             raise InputError(
                 f"{sentences[0].source}: no entity in {counted(len(sentences), 'sentence')}, only O, so nothing to "

@@ -16,7 +16,7 @@ import numpy as np
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets.arrays import ragged
-from finetune.tasks.datasets.sentence_records import parse_sentence
+from finetune.tasks.datasets.sentence_records import to_sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, group_documents
 from finetune.tasks.datasets.text import TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import slide
@@ -112,7 +112,7 @@ class Entities(Task[Sentence]):
         """
         if isinstance(record, Mapping):
             record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return parse_sentence(record, where, Remarks(), self._source.cut)
+        return to_sentence(record, where, Remarks(), self._source.cut)
 
     def with_context(self, examples: Sequence[Sentence], *, ended: bool) -> tuple[list[Sentence], list[Sentence]]:
         ready = len(examples)

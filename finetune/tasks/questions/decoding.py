@@ -109,13 +109,11 @@ class AnswerDecoder:
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
         """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
         score_answer = score_v2 if self.unanswerable else score_v1
-        golds, answers = self.gold_and_predicted(examples, predictions)
+        golds, answers = self.aligned(examples, predictions)
         scores = [score_answer(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
         return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
 
-    def gold_and_predicted(
-        self, examples: Sequence[Question], predictions: Predictions
-    ) -> tuple[list[Sequence[str]], list[str]]:
+    def aligned(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
         """Return (gold answers, predicted answer) of the questions that have a prediction."""
         golds, answers = _golds(examples), self._answers(predictions)
         ids = [question for question in golds if question in answers]

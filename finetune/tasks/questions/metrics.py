@@ -97,17 +97,15 @@ def best_threshold(
 
 def score_v1(golds: Sequence[str], answer: str) -> tuple[float, float]:
     """Return (exact match, F1) of one answer to one question, the best over its golds."""
-    return _best_over_golds(golds, answer, _f1_v1)
+    return _best_score(golds, answer, _f1_v1)
 
 
 def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
     """Return (exact match, F1) of one answer to one question; without golds, only "" is correct."""
-    return _best_over_golds([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
+    return _best_score([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
 
 
-def _best_over_golds(
-    golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]
-) -> tuple[float, float]:
+def _best_score(golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]) -> tuple[float, float]:
     predicted = normalize_answer(answer)
     normalized = [normalize_answer(text) for text in golds]
     words = predicted.split()

@@ -137,7 +137,7 @@ class Questions(Task[Question]):
             InputError: no example has a prediction.
         """
         scores = self._decoder().score(examples, predictions)
-        return scores | custom_score(self.settings.metric, *self._decoder().gold_and_predicted(examples, predictions))
+        return scores | custom_score(self.settings.metric, *self._decoder().aligned(examples, predictions))
 
     def interval(self, examples: Sequence[Question], predictions: Predictions) -> tuple[float, float] | None:
         if self.metric not in ("exact_match", "exact", "f1"):
@@ -209,7 +209,7 @@ class Questions(Task[Question]):
         example, start, length = cut
         first, last, is_used_N = _answer_tokens(examples, contexts, context_N)
         contains = (first[example] >= start) & (last[example] < start + length)
-        self._warn_about_divided_answers(examples, first >= 0, example[contains])
+        self._warn_about_cut_answers(examples, first >= 0, example[contains])
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
         cls, is_used = framed.starts[:-1], is_used_N[example]
@@ -246,12 +246,9 @@ class Questions(Task[Question]):
                 lengths[longest],
             )
 
-    def _warn_about_divided_answers(
-        self, examples: Sequence[Question], answered: np.ndarray, contained: np.ndarray
-    ) -> None:
-        """Warn about examples that are `answered` but not in `contained`: their answer fits into no window."""
-        whole = np.bincount(contained, minlength=len(examples)) > 0
-        divided = np.flatnonzero(answered & ~whole)
+    def _warn_about_cut_answers(self, examples: Sequence[Question], answered: np.ndarray, whole: np.ndarray) -> None:
+        """Warn about examples that are `answered`, but not in `whole`: no window contains the whole answer."""
+        divided = np.flatnonzero(answered & (np.bincount(whole, minlength=len(examples)) == 0))
         if len(divided):
             logger.warning(
                 "%d answers do not fit into any window and are trained as having no answer; first question %s. "
