@@ -174,7 +174,7 @@ class Task(ABC, Generic[E]):
         return splits.folds(texts, classes, count)
 
     def _select(self, *, in_fold: bool) -> list[E]:
-        """Return the training examples in the scored fold, or those outside it."""
+        """Return the training examples in the scored fold, or the others."""
         examples = self.read_train()
         if self.fold is None:
             return examples

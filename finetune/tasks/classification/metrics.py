@@ -42,7 +42,7 @@ class ClassCounts:
         return float(_ratio(2 * self.correct.sum(), self.predicted.sum() + self.true.sum()))
 
     def macro_f1(self, *, only_present: bool) -> float:
-        """Return the mean F1 over all classes, or over those that occur or are predicted (`only_present`).
+        """Return the mean F1 over all classes, or only over classes that occur or are predicted (`only_present`).
 
         scikit-learn's f1_score(average="macro") averages present classes only, but all labels of label sets.
         """

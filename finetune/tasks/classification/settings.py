@@ -72,7 +72,7 @@ class ClassificationSettings(Section):
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
         description='csv, tsv: standard (RFC 4180: "" escapes a quote), none (quotes are ordinary characters); auto: '
-        "standard in .csv, none in .tsv, where a cell that begins with a quote is then an error.",
+        "standard in .csv, none in .tsv, where a cell that starts with a quote is then an error.",
     )
     text_column: str | int = Field(default="text", description="Name of the text column, or its index from 0.")
     pair_column: str | int = Field(
@@ -84,7 +84,7 @@ class ClassificationSettings(Section):
     )
     problem_type: Problem = Field(
         default="single_label",
-        description="Label of an example: one class, a set of labels, or a number (regression). Set by glue.",
+        description="Label of an example: one class, a set of labels, or a number (regression). glue determines it.",
     )
     labels: tuple[str, ...] = Field(
         default=(),
@@ -105,7 +105,7 @@ class ClassificationSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="single_label: probability of each training label to spread evenly over all classes.",
+        description="single_label: probability that is moved from each training label and spread over all classes.",
     )
     max_windows: int = Field(
         default=8,
@@ -113,7 +113,7 @@ class ClassificationSettings(Section):
         description="Maximum number of windows per training example, evenly spaced in it; predictions use all windows.",
     )
     positive: str = Field(
-        default="", description="Positive class of two classes, for f1. Empty: no f1, except for GLUE tasks."
+        default="", description="Positive class, if there are two classes, for f1. Empty: no f1, except for GLUE tasks."
     )
     threshold: float = Field(
         default=0.0,

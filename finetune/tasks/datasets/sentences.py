@@ -22,7 +22,7 @@ class Sentence:
     tags: Sequence[str] | None  # [W]; None: unlabeled
     source: str  # file, or location of a single record, for messages
     line: int = 0  # line number of the record or of the first word; 0 if `source` includes it
-    one_word_per_line: bool = False  # whether each word has its own line in the file
+    one_word_per_line: bool = False  # whether each line of the file has one word
     text: str | None = None  # original text; None: the words joined by spaces
     offsets: np.ndarray | None = None  # int64 [W, 2], offsets of the words in `text`
     document: Sequence[Sequence[str]] = ()  # words of each sentence of its document, including this one

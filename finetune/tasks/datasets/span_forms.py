@@ -46,7 +46,7 @@ def normalize_record(record: Any) -> Any:
 def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
     """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
 
-    Only texts with characters outside the BMP, such as emoji, are considered: the offsets of others are equal.
+    Only records with characters outside the BMP, such as emoji, are considered: in others, both offsets are equal.
     """
     converted_records, gain = list(records), 0
     for index, record in enumerate(records):

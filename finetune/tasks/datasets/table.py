@@ -26,7 +26,7 @@ class TableFormat:
     format: Format = ""
     encoding: str = "utf-8"  # a byte-order mark is skipped
     delimiter: str = ""  # one character; "" means a comma, or a tab in .tsv
-    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; none in .tsv, without cells that begin with a quote
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; none in .tsv, without cells that start with a quote
     header: bool = True  # the first row has the column names
     convert: Converter | None = None  # converts JSON records of annotation tools
 

@@ -41,7 +41,7 @@ class TextEncoder:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.max_length, self.segments = max_length, segments
-        # Encode a pair to find the special tokens before, between and after the texts, for any family.
+        # Encode a pair to find the special tokens before, between and after its halves, for any family.
         pair = tokenizer.encode("a", "a")
         ids = np.array(pair.ids, np.int32)
         first, second = ([n for n, text in enumerate(pair.sequence_ids) if text == which] for which in (0, 1))
@@ -61,7 +61,7 @@ class TextEncoder:
         self.splits_at_spaces = _splits_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
-        """Return the number of text tokens that fit in a window (for a pair, of both texts together)."""
+        """Return the number of text tokens that fit in a window (for a pair, in total)."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str]) -> TokenizedTexts:
@@ -74,7 +74,7 @@ class TextEncoder:
     def encode_words(self, words: Sequence[str]) -> TokenizedTexts:
         """Tokenize pre-split words, each as a separate string.
 
-        The tokens are those of `is_pretokenized=True` in Hugging Face (for byte-level BPE, with `add_prefix_space`).
+        Equivalent to `is_pretokenized=True` in Hugging Face (for byte-level BPE, with `add_prefix_space`).
         """
         if not self._words_need_space:
             return self.encode(words)

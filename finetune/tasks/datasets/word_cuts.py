@@ -125,7 +125,7 @@ class WordCuts:
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        """Return the ends of the most probable words of a chunk."""
+        """Return the end of each of the most probable words of a chunk."""
         bounds = self._possible_bounds(chunk)
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
@@ -165,7 +165,7 @@ class WordCuts:
                 return
 
     def _possible_bounds(self, chunk: str) -> list[int]:
-        """Return where words may end: at the ends of pieces, and before "n't" if the training set splits there."""
+        """Return the possible ends of words: the end of each piece, and before "n't" if the training set splits there."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NT in self._compounds:
             bounds |= {match.start() for match in _NT_AT_WORD_END.finditer(chunk)}

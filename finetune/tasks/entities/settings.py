@@ -52,7 +52,7 @@ class EntitiesSettings(Section):
         description="Give the model adjacent sentences of the same document as context. true fills the window (BERT "
         "paper); a number limits the tokens on each side (FLERT: 64). In columns, a document starts at -DOCSTART- or "
         "`# newdoc`; without these, the file is one document. In records, adjacent ones with the same `document` form "
-        "one. Each sentence still has its own window, so this costs time.",
+        "one. Each sentence still has a separate window, so this costs time.",
     )
     tune_outside: bool = Field(
         default=False,

@@ -314,7 +314,7 @@ def _assign_words(
     if not len(candidates):
         return window, word
     windows, words = window[candidates], word[candidates]
-    # The ends of a sentence need no special case: only its first and last windows contain them.
+    # Sentence boundaries need no special case: only the first and last windows contain them.
     before, after = starts[words] - start[windows], start[windows] + length[windows] - starts[words + 1]
     order = np.lexsort((windows, -np.minimum(before, after), words, example[windows]))
     is_first = np.ones(len(order), bool)
