@@ -438,7 +438,7 @@ def test_spaces_around_a_question_are_not_tokens(bytewise):
 
 def test_windows_too_short(encoder):
     with pytest.raises(
-        InputError, match=r"a window of 32 tokens fits 29 tokens of text.* set stride to at most 10\."
+        InputError, match=r"a window of 32 tokens holds 29 tokens of text.* set stride to at most 10\."
     ) as raised:
         task(stride=21).windows([CAT], encoder, training=True)
     task(stride=20).windows([CAT], encoder, training=True)

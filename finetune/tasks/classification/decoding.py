@@ -36,11 +36,11 @@ class LabelDecoder:
         if self.problem == "single_label":
             indices[None] = 0
             return np.array([indices[label] for label in labels], np.int64)
-        rows = np.zeros((len(labels), len(indices)), bool)
+        sets_NC = np.zeros((len(labels), len(indices)), bool)
         for row, label in enumerate(labels):
             if isinstance(label, tuple):
-                rows[row, [indices[name] for name in label]] = True
-        return rows
+                sets_NC[row, [indices[name] for name in label]] = True
+        return sets_NC
 
     def decode(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per example, from float64 logits.

@@ -17,7 +17,7 @@ _FLAGS: dict[Any, bool] = {0: False, 1: True}  # 0.0 and True are equal to these
 _FLAG_STRINGS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 Label = str | tuple[str, ...] | float
-"""By problem: a class name, the names of a set of labels, or a value."""
+"""By problem type: a class name, the names of a set of labels, or a value."""
 
 
 def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:

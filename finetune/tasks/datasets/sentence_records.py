@@ -57,8 +57,8 @@ def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentenc
     entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # An empty text may have an empty list of tags.
-    without_tokens = not tokens and (bool(text) or tags is None)
-    if text is not None and (without_tokens or _are_objects(tokens)):
+    has_no_tokens = not tokens and (bool(text) or tags is None)
+    if text is not None and (has_no_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
         parsed, tags = _from_text(text, where, cut), None
@@ -156,15 +156,15 @@ def _find_words(words: list[str], text: Any, where: str, conflicting_key: str) -
         raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text, end = replace_surrogates(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
-    for number, word in enumerate(words):
+    for index, word in enumerate(words):
         start = text.find(word, end)
         if start < 0:
             raise InputError(
-                f"{where}: token {number}, {excerpt(word)}, is not in the text from character {end} on. Leave out "
+                f"{where}: token {index}, {excerpt(word)}, is not in the text from character {end} on. Leave out "
                 f'"{conflicting_key}", or give the tokens exactly as in the text.'
             )
         end = start + len(word)
-        offsets[number] = start, end
+        offsets[index] = start, end
     return text, offsets
 
 
@@ -178,6 +178,7 @@ def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
 
 
 def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    """Return the sentence with tags made from the character spans of `entities`."""
     text, offsets = parsed.text_and_offsets()
     spans = _spans(entities, text, where)
     if parsed.text is None:
@@ -191,8 +192,8 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     if not isinstance(entities, list):
         raise InputError(f"{where}: entities is {excerpt(entities)}; expected a list.")
     spans = []
-    for number, entity in enumerate(entities):
-        name = f"{where}: entity {number}"
+    for index, entity in enumerate(entities):
+        name = f"{where}: entity {index}"
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
             raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
@@ -214,10 +215,10 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
             )
         spans.append((start, end, kind))
     spans.sort()
-    for (start, end, kind), (other_start, other_end, other) in itertools.pairwise(spans):
+    for (start, end, kind), (other_start, other_end, other_kind) in itertools.pairwise(spans):
         if other_start < end:
             raise InputError(
-                f"{where}: entities {kind} from {start} to {end} and {other} from {other_start} to {other_end} "
+                f"{where}: entities {kind} from {start} to {end} and {other_kind} from {other_start} to {other_end} "
                 f"overlap. A word can have one tag: keep one of them."
             )
     return spans

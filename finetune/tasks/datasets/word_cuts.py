@@ -3,9 +3,9 @@
 Training sets are segmented differently: "U.S.", "anti-Spanish" and "@ann" are one word in some and several in others.
 The model tags the first token of each word, so plain text must be segmented like the training set.
 
-The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
-initial, ideograph, or a letter of another script without spaces) or a symbol. A word is a sequence of pieces; its
-probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
+The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece has a class (word,
+number, initial, ideograph, or letter of another script without spaces) or is a symbol. A word is a sequence of pieces;
+its probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
 separate count ("Mr.", "'s"). Text is split at white space, and each chunk into the most probable words (Viterbi).
 """
 
@@ -34,7 +34,7 @@ _UNSEEN_COUNT = 0.1  # count assumed for a piece that is not in the training set
 # Log probability that a symbol between two words without spaces is a separate word. It cannot be learned: a training
 # set does not show the spaces around a symbol.
 _LOG_ENCLOSED = math.log(0.01)
-_TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")
+_TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")  # typographic quotes and hyphens
 _NT = "n't"
 _NT_AT_WORD_END = re.compile(rf"{_NT}(?!\w)")
 
@@ -83,7 +83,7 @@ class WordCuts:
                 continue  # such words are only known individually, as `compounds`
             weight = count if len(pieces) == 1 else 1
             padded = [_START, _START, *classes, _END]
-            trigrams.update({key: weight * number for key, number in Counter(_trigrams(padded)).items()})
+            trigrams.update({key: weight * times for key, times in Counter(_trigrams(padded)).items()})
         return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(compounds.most_common(_MAX_ENTRIES)))
 
     @classmethod
@@ -165,7 +165,7 @@ class WordCuts:
                 return
 
     def _possible_bounds(self, chunk: str) -> list[int]:
-        """Return the possible ends of words: the end of each piece, and before "n't" if the training set splits there."""
+        """Return where words may end: after each piece, and before "n't" if the training set splits there."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NT in self._compounds:
             bounds |= {match.start() for match in _NT_AT_WORD_END.finditer(chunk)}

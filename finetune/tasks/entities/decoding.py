@@ -51,11 +51,11 @@ class Decoder:
         gold = _gold(self.types, examples)
         log_probabilities = self._log_probabilities(windows, logits, starts)
 
-        def value(penalty: float) -> float:
+        def score_with(penalty: float) -> float:
             tags = replace(self, outside_penalty=penalty)._tags(log_probabilities, starts)
-            return _scores(gold, _to_tagged(self.types, tags, starts))[metric]
+            return _scores(gold, _tagged_sentences(self.types, tags, starts))[metric]
 
-        return max(sorted(PENALTIES, key=abs), key=value)
+        return max(sorted(PENALTIES, key=abs), key=score_with)
 
     def _log_probabilities(self, windows: Windows, logits: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return float64 [W, C] for all words. A word without a token cannot start an entity, but may continue one."""
@@ -128,7 +128,7 @@ def _make_predictions(
         {"entities": [], "tags": names[first:end]}
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
-    spans = metrics.find_entities(_to_tagged(types, tags, starts))
+    spans = metrics.find_entities(_tagged_sentences(types, tags, starts))
     probability = np.exp(log_probabilities[np.arange(len(tags)), tags])
     total = np.concatenate([[0.0], np.cumsum(probability)])
     scores = (total[spans.end] - total[spans.first]) / (spans.end - spans.first)
@@ -181,7 +181,7 @@ def _word_starts(examples: Sequence[Sentence]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _to_tagged(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarray) -> metrics.TaggedSentences:
+def _tagged_sentences(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarray) -> metrics.TaggedSentences:
     prefixes = np.where(tags == 0, metrics.OUTSIDE, 2 - tags % 2).astype(np.uint8)
     return metrics.TaggedSentences(prefixes, (tags - 1) // 2, starts, types)
 

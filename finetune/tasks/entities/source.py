@@ -129,7 +129,7 @@ class SentenceSource:
     def _convert_to_iob2(self, sentences: list[Sentence], remarks: Remarks, use: FileUse) -> list[Sentence]:
         """Convert the tags of `sentences` from the file's scheme to IOB2."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=use == "train")
+        scheme = self._find_scheme(sentences, tags, is_train=use == "train")
         if use == "train":
             self._set_types(sentences, tags)
         self._check_types(sentences, tags, remarks if use == "other" else None)
@@ -140,7 +140,9 @@ class SentenceSource:
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
         return [replace(old, tags=converted[first:end]) for old, (first, end) in zip(sentences, bounds, strict=True)]
 
-    def _scheme_of(self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool) -> metrics.Scheme:
+    def _find_scheme(
+        self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool
+    ) -> metrics.Scheme:
         """Return the tagging scheme of a file; detect it if it is not set or differs."""
         scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval finds the same entities in both.

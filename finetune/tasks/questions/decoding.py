@@ -45,6 +45,7 @@ class AnswerDecoder:
         ]
 
     def _prediction(self, question: Question, entries: list[_Candidate], null: float, windows: int) -> dict[str, Any]:
+        """Return the prediction for a question with `windows` windows, where no answer has the score `null`."""
         # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Candidate("", 0, 0, 0.0)
         no_answer_entry = _Candidate("", 0, 0, null)
@@ -89,7 +90,7 @@ class AnswerDecoder:
         highest, threshold = best_threshold(golds, best, scores, no_answer)
         if highest > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
-        # Answering no question is best. The script then returns 0, but our scores are logits and may be below 0.
+        # Answering no question is best. The script then returns 0, but our scores, which are logits, may be below 0.
         return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
@@ -109,12 +110,12 @@ class AnswerDecoder:
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
         """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
         score_answer = score_v2 if self.unanswerable else score_v1
-        golds, answers = self.aligned(examples, predictions)
+        golds, answers = self.aligned_answers(examples, predictions)
         scores = [score_answer(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
         return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
 
-    def aligned(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
-        """Return (gold answers, predicted answer) of the questions that have a prediction."""
+    def aligned_answers(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Any], list[str]]:
+        """Return (lists of gold answers, predicted answers) of the questions that have a prediction."""
         golds, answers = _golds(examples), self._answers(predictions)
         ids = [question for question in golds if question in answers]
         return [golds[question] for question in ids], [answers[question] for question in ids]
@@ -202,12 +203,7 @@ def _combine(
         tokens = end[:, None, :] - start[:, :, None] + 1
         row, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
         base = windows.extra["context_token"][window[row]]
-        yield (
-            windows.examples[window[row]],
-            base + start[row, i],
-            base + end[row, j],
-            total[row, i, j],
-        )
+        yield windows.examples[window[row]], base + start[row, i], base + end[row, j], total[row, i, j]
 
 
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -265,7 +261,7 @@ class _AnswerTexts:
         is_last = spans.last + 1 >= stop_N[spans.examples]
         self._start = offsets[spans.first, 0].tolist()
         self._end = offsets[spans.last, 1].tolist()
-        self._next = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
+        self._next_start = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
     def best(self, index: int, n: int) -> list[_Candidate]:
@@ -285,7 +281,7 @@ class _AnswerTexts:
         for span in range(self._span_bounds[index], self._span_bounds[index + 1]):
             start, end = self._start[span], self._end[span]
             if not context.isascii():
-                end = _after_marks(context, end, self._next[span])
+                end = _after_marks(context, end, self._next_start[span])
             # Tokens of SentencePiece may include the space before the word.
             while start < end and context[start].isspace():
                 start += 1

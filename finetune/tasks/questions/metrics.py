@@ -96,12 +96,12 @@ def best_threshold(
 
 
 def score_v1(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """Return (exact match, F1) of one answer to one question, the best over its golds."""
+    """Return (exact match, F1) of one answer to one question, the best over its gold answers."""
     return _best_score(golds, answer, _f1_v1)
 
 
 def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """Return (exact match, F1) of one answer to one question; without golds, only "" is correct."""
+    """Return (exact match, F1) of one answer to one question; without gold answers, only "" is correct."""
     return _best_score([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
 
 

@@ -137,7 +137,7 @@ class Questions(Task[Question]):
             InputError: no example has a prediction.
         """
         scores = self._decoder().score(examples, predictions)
-        return scores | custom_score(self.settings.metric, *self._decoder().aligned(examples, predictions))
+        return scores | custom_score(self.settings.metric, *self._decoder().aligned_answers(examples, predictions))
 
     def interval(self, examples: Sequence[Question], predictions: Predictions) -> tuple[float, float] | None:
         if self.metric not in ("exact_match", "exact", "f1"):
@@ -156,11 +156,11 @@ class Questions(Task[Question]):
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Build windows that share `stride` tokens of context, the same windows for training and prediction.
+        """Build windows; adjacent ones share `stride` tokens of context. Training and prediction use the same windows.
 
-        In training, each window counts as an example, like run_qa's features. A window that
-        does not contain the whole answer is labeled as having none (transformers
-        examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first is used.
+        In training, each window counts as an example, like run_qa's features. A window without the whole answer is
+        labeled as having none (transformers examples/pytorch/question-answering/run_qa.py, prepare_train_features).
+        Of several answers, the first is used.
 
         Raises:
             InputError: windows are too short for max_question_tokens and stride.
@@ -169,9 +169,9 @@ class Questions(Task[Question]):
         questions, question_N = distinct([example.text.strip() for example in examples])
         passages, context_N = distinct([example.context for example in examples])
         encoded, contexts = encoder.encode(questions), encoder.encode(passages)
-        full_N = np.diff(encoded.starts)[question_N]
-        kept_N = np.minimum(full_N, self.settings.max_question_tokens)
-        self._warn_about_cut_questions(examples, full_N)
+        length_N = np.diff(encoded.starts)[question_N]
+        kept_N = np.minimum(length_N, self.settings.max_question_tokens)
+        self._warn_about_cut_questions(examples, length_N)
         capacity_N = encoder.capacity(pair=True) - kept_N
         example, start, length = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
         context_token = contexts.starts[context_N[example]] + start
@@ -228,7 +228,7 @@ class Questions(Task[Question]):
         if capacity - max_tokens < 2:
             advice = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
-            f"questions: a window of {encoder.max_length} tokens fits {capacity} tokens of text. With "
+            f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
             f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would show no new context. Raise "
             f"max_length, or set {advice}."
         )
@@ -269,8 +269,8 @@ def _answer_tokens(
     end, and to the token after it at the answer's start.
     """
     answers = [question.answers[0] if question.answers else None for question in examples]
-    known = np.array([question.answers is not None for question in examples], bool)
-    has = np.array([answer is not None for answer in answers], bool)
+    is_labeled = np.array([question.answers is not None for question in examples], bool)
+    has_answer = np.array([answer is not None for answer in answers], bool)
     start = np.array([answer.start if answer else 0 for answer in answers], np.int64)
     end = start + np.array([len(answer.text) if answer else 0 for answer in answers], np.int64)
     # One search for all contexts: their characters are numbered consecutively.
@@ -282,13 +282,13 @@ def _answer_tokens(
     ends_T = contexts.offsets[:, 1] + text_T * step
     first = np.searchsorted(ends_T, context_N * step + start, "right") - contexts.starts[context_N]
     last = np.searchsorted(starts_T, context_N * step + end, "left") - 1 - contexts.starts[context_N]
-    covered = has & (first <= last) & (start < end)
-    if lost := int((has & ~covered).sum()):
-        at = int(np.flatnonzero(has & ~covered)[0])
+    covered = has_answer & (first <= last) & (start < end)
+    if lost := int((has_answer & ~covered).sum()):
+        index = int(np.flatnonzero(has_answer & ~covered)[0])
         logger.warning(
             "%d answers have no token and are ignored in training; first %s of question %s.",
             lost,
-            ascii(next(answer.text for answer in examples[at].answers or ())),
-            examples[at].id,
+            ascii(next(answer.text for answer in examples[index].answers or ())),
+            examples[index].id,
         )
-    return np.where(covered, first, -1), np.where(covered, last, -1), known & (covered | ~has)
+    return np.where(covered, first, -1), np.where(covered, last, -1), is_labeled & (covered | ~has_answer)
