@@ -252,7 +252,7 @@ def test_gold_that_violates_its_scheme_is_read_as_conlleval_does_with_a_remark(t
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
     assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
     assert task.remarks == [
-        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in all, "
+        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in total, "
         "this is the first"
     ]
 
@@ -615,7 +615,7 @@ def test_test_files_need_no_labels(tmp_path):
         ("labels: [B-PER, I-PER]", "'B-PER'; expected types without prefixes"),
         ("labels: [PER, PER]", "'PER'; expected types"),
         ("encoding: utf-9", "'utf-9' is not a Python encoding"),
-        ("document_context: -1", "-1 tokens of context; expected true, false or a number"),
+        ("document_context: -1", "-1 tokens of context; expected true, false or an integer"),
         ("scheme: bio", "scheme is 'bio'; expected '"),
     ],
 )
@@ -833,7 +833,7 @@ def test_an_error_in_reading_comes_after_the_waiting_records():
 
 def test_windows_too_short_for_a_word_are_refused():
     refused(
-        "windows of 2 tokens fit no word",
+        "windows of 2 tokens have no room for a word",
         make_task().windows,
         [Sentence(["a"], None, "it")],
         make_encoder(2),

@@ -791,7 +791,7 @@ def test_scores_of_version_1():
     examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2")]
     one = task(unanswerable=False)
     assert one.score(examples, predictions(("1", "the cat", 7.0))) == {"exact_match": 0.5, "f1": 0.5}
-    refused("there are none for these questions", one.score, examples, predictions(("x", "cat", 0.0)))
+    refused("none is for one of these questions", one.score, examples, predictions(("x", "cat", 0.0)))
 
 
 def test_details():

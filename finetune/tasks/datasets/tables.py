@@ -128,8 +128,8 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
             raise InputError(f"{path}{separator}{number}: {excerpt(record)}, not an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
-    rest = [{key: value for key, value in record.items() if key not in used} for record in records]
-    others = json.loads(replace_surrogates(json.dumps(rest, ensure_ascii=False))) if requested.with_others else []
+    rest = ({key: value for key, value in record.items() if key not in used} for record in records)
+    others = json.loads(replace_surrogates(json.dumps([*rest], ensure_ascii=False))) if requested.with_others else []
     table = Table(cells, str(path), numbers, separator, others=others)
     for column in requested.columns:
         names = [requested.find(column, record) for record in records]
