@@ -69,9 +69,9 @@ def _export(arguments: argparse.Namespace) -> None:
         raise InputError(f"--{used[0]}: needs a pretraining run, and {arguments.run} is fine-tuned. Remove it.")
     from finetune.artifacts.export import export
 
-    written = export(arguments.run, local(arguments.out), onnx=arguments.onnx)
+    summary = export(arguments.run, local(arguments.out), onnx=arguments.onnx)
     store_target(arguments.out)
-    print(written.replace(str(local(arguments.out)), str(arguments.out), 1))
+    print(summary.replace(str(local(arguments.out)), str(arguments.out), 1))
 
 
 # ---------------------------------------------------------------- parsers

@@ -52,20 +52,20 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     kind = f"for bertrain only (transformers cannot load it: {reason})" if reason else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
         kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
-    written = f"{out}: {kind}"
+    summary = f"{out}: {kind}"
     with atomic_folder(out) as staging:
         for name in names:  # only verified files
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, staging / name)
         if onnx:
-            written += f"; {ONNX}: {_add_onnx(folder, staging)}"
-    return written
+            summary += f"; {ONNX}: {_add_onnx(folder, staging)}"
+    return summary
 
 
 def write_onnx(model: PaddedModel, path: Path) -> float:
     """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of logits.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a second file next to it.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are stored in a second file next to it.
 
     Raises:
         MachineError: the logits differ by more than rounding.

@@ -44,8 +44,8 @@ def predict(
     predictor = Predictor(model, **options)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
-        short = sum(map(len, fields.values())) < _SHORT_RECORD
-        with one_thread() if short else contextlib.nullcontext():
+        is_short = sum(map(len, fields.values())) < _SHORT_RECORD
+        with one_thread() if is_short else contextlib.nullcontext():
             _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _open_lines(source) as (lines, where), sleep_when_contended():
