@@ -81,7 +81,7 @@ def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
 
 
 def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decode lines as UTF-8, whatever the locale: the one of a container may accept invalid bytes."""
+    """Decode lines as UTF-8, whatever the locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -152,7 +152,7 @@ class Predictor:
 
 
 def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
-    """Choose the precision of the computation, and allow TF32 if it permits that."""
+    """Choose the precision of the computation; in fp32, also allow TF32 if the GPU has it."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":

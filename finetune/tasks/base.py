@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense layer, activation, output layer, per window. tokens, spans: output layer, per query position."""
+"""sequence: dense layer, activation and output layer, once per window; tokens, spans: output layer at each query."""
 
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss of each query position (R positions, C outputs), weighted and summed:

@@ -23,7 +23,7 @@ class NoLabel:
 
 UNLABELED, _SKIPPED, _REJECTED = NoLabel("unlabeled"), NoLabel("skipped"), NoLabel("rejected")
 _DISPUTED, _MERGED = NoLabel("disputed by annotators"), NoLabel("merged with another annotation")
-_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}  # "answer" in Prodigy's records
+_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}  # {"answer" of Prodigy: reason}
 _METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 

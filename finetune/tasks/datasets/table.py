@@ -38,7 +38,7 @@ class Table:
     columns: dict[Key, list[Any]]  # the requested columns; optional columns only if they exist
     source: str  # the file or data set, for messages
     numbers: Sequence[int]  # [N], line or row number of each row, from 1
-    separator: str  # between source and number in messages, such as ":" before a line number
+    separator: str  # text between source and number in messages, such as ":" before a line
     classes: dict[Key, list[str]] = field(default_factory=dict)  # {column: class names}, if the data set defines them
     others: Sequence[Mapping[str, Any]] = ()  # [N], {name: cell} of all other columns, if requested
 

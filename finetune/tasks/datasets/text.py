@@ -131,7 +131,7 @@ class FramedWindows:
     types: np.ndarray  # uint8 [T], token types: 1 from the second text on
     starts: np.ndarray  # int64 [F + 1], index of each window's first token, and finally T
     first: np.ndarray  # int64 [F], index of the first text's first token
-    second: np.ndarray  # int64 [F], index of the second text's first token, or of the suffix without a second text
+    second: np.ndarray  # int64 [F], index of the second text's first token; of the suffix if there is none
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -27,7 +27,7 @@ from finetune.tasks.entities.source import SentenceSource
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
-_OVERLAP = 64  # context on each side of a cut in a long sentence, in tokens; at most a quarter of the window
+_OVERLAP = 64  # tokens of context on each side of a cut in a long sentence, at most a quarter of the window
 
 
 class Entities(Task[Sentence]):
@@ -243,11 +243,11 @@ def _labeled(
 class _AlignedSentences:
     """Tokenized words of all documents, and the word indices of the N examples and of their documents."""
 
-    tokens: TokenizedTexts  # of each word
+    tokens: TokenizedTexts  # tokens of each word
     first: np.ndarray  # int64 [N], first word of each example
     end: np.ndarray  # int64 [N], word after its last
-    document_first: np.ndarray  # int64 [N], first word of its document
-    document_end: np.ndarray  # int64 [N], word after the last of its document
+    document_first: np.ndarray  # int64 [N], first word of the example's document
+    document_end: np.ndarray  # int64 [N], word after the document's last
 
 
 def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
