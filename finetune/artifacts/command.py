@@ -60,18 +60,18 @@ def _export(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
     if find_model(arguments.run) is None:
         if arguments.onnx:
-            raise InputError(f"--onnx: is for fine-tuned models, and {arguments.run} is not one. Fine-tune it first.")
+            raise InputError(f"--onnx: needs a fine-tuned model, and {arguments.run} is not one. Fine-tune it first.")
         from pretrain.run import api
 
         print(api.export(arguments.run, arguments.out, **options))
         return
     if used := [name for name, value in options.items() if value]:
-        raise InputError(f"--{used[0]}: is for pretraining runs, and {arguments.run} is fine-tuned. Leave it out.")
+        raise InputError(f"--{used[0]}: needs a pretraining run, and {arguments.run} is fine-tuned. Remove it.")
     from finetune.artifacts.export import export
 
-    written = export(arguments.run, local_path(arguments.out), onnx=arguments.onnx)
+    summary = export(arguments.run, local_path(arguments.out), onnx=arguments.onnx)
     store_target(arguments.out)
-    print(written.replace(str(local_path(arguments.out)), str(arguments.out), 1))
+    print(summary.replace(str(local_path(arguments.out)), str(arguments.out), 1))
 
 
 # ---------------------------------------------------------------- parsers
@@ -149,7 +149,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=float,
         metavar="P",
-        help="minimum probability of a predicted label; of two classes, of the positive one (default: the model's)",
+        help="minimum probability to predict a label (multi_label) or the positive class (default: the model's)",
     )
 
 
@@ -164,28 +164,26 @@ def _add_export(commands: Any) -> None:
   ./launch.sh export runs/bert-mini exported/best --checkpoint best
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    add_run(parser, "run", "a pretraining run, a fine-tuning or its model")
+    add_run(parser, "run", "a pretraining run, a fine-tuning run or a fine-tuned model")
     parser.add_argument(
         "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
     )
-    parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of a pretraining run: its checkpoint (default: the latest)"
-    )
+    parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of a pretraining run (default: the latest)")
     parser.add_argument(
         "--average",
         type=run_path,
         nargs="+",
         default=[],
         metavar="RUN",
-        help="of a pretraining run: average its weights with the weights of these runs, such as forks of one run",
+        help="average the weights of a pretraining run with the weights of these runs, such as forks of it",
     )
     parser.add_argument(
         "--averaged",
         action="store_true",
-        help="of a pretraining run: write the average of the last steps' weights (see phases.N.averaged_share)",
+        help="write the average of the weights of a pretraining run's last steps (see phases.N.averaged_share)",
     )
     parser.add_argument(
         "--onnx",
         action="store_true",
-        help="of a fine-tuning: also write model.onnx (needs onnx, onnxscript and onnxruntime)",
+        help="also write model.onnx of a fine-tuned model (needs onnx, onnxscript and onnxruntime)",
     )

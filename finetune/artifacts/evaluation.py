@@ -24,7 +24,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
     Args:
         model: a fine-tuned model or its run folder.
         file: a labeled file; None: the labeled dev and test sets of the model's config.
-        out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ next to an export.
+        out: folder to write to; None: evaluation/ in the run folder, or NAME-evaluation/ next to an export.
         options: options of `Predictor`.
 
     Raises:
@@ -53,7 +53,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """Return the folder for results: in the run folder, or next to an export, because exports are distributed."""
+    """Return the folder for results: in the run folder, or next to an export, which is meant for others."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
@@ -81,4 +81,4 @@ def _read_metrics(path: Path) -> dict[str, Any]:
 def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
     """Return `name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(free for free in names if free not in metrics or metrics[free].get("file") == source)
+    return next(name for name in names if name not in metrics or metrics[name].get("file") == source)

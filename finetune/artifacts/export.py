@@ -29,7 +29,7 @@ _HEADING = "\n## ONNX\n"
 
 
 def export(model: Path, out: Path, *, onnx: bool = False) -> str:
-    """Copy a fine-tuned model and, with `onnx`, add `ONNX`; returns a summary for the terminal.
+    """Copy a fine-tuned model and, with `onnx`, add model.onnx; return a summary for the terminal.
 
     Args:
         model: the model's folder, or its run folder.
@@ -40,7 +40,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
         MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ.
     """
     folder = model_folder(model)
-    _expect_export(out, folder)
+    _reject_model_folder(out, folder)
     if onnx:
         expect("--onnx", *EXTRAS["onnx"])
     names = verify_manifest(folder)["files"]
@@ -52,51 +52,51 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     kind = f"for bertrain only (transformers cannot load it: {reason})" if reason else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
         kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
-    written = f"{out}: {kind}"
+    summary = f"{out}: {kind}"
     with atomic_folder(out) as staging:
         for name in names:  # only verified files
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, staging / name)
         if onnx:
-            written += f"; {ONNX}: {_add_onnx(folder, staging)}"
-    return written
+            summary += f"; {ONNX}: {_add_onnx(folder, staging)}"
+    return summary
 
 
 def write_onnx(model: PaddedModel, path: Path) -> float:
     """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of logits.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a second file next to it.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are stored in a second file next to it.
 
     Raises:
         MachineError: the logits differ by more than rounding.
     """
     import torch
 
-    axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
+    dynamic_axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
     # The other inputs have the same shape; torch warns about repeated axis names.
-    axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
-    with _silence():
+    dynamic_axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
+    with _silence_exporter():
         program = torch.onnx.export(
             model,
             _example(model, [7, 7]),
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=tuple(axes),
+            dynamic_shapes=tuple(dynamic_axes),
             input_names=model.inputs,
             output_names=model.outputs,
             verbose=False,
         )
         assert program is not None
         for node in program.model.graph.all_nodes():
-            node.metadata_props.clear()  # source files and lines of this machine
-        for value in program.model.graph.initializers.values():  # quantizers transpose weights and leave their shape
+            node.metadata_props.clear()  # remove paths of source files on this machine
+        for value in program.model.graph.initializers.values():  # quantizers transpose weights but keep their shape
             value.type = value.shape = None
         program.save(path)
-    return difference_of_logits(model, path)
+    return max_logit_difference(model, path)
 
 
 def _add_onnx(folder: Path, staging: Path) -> str:
-    """Add `ONNX` to `staging`, and a section about it to the card; returns a description for the terminal."""
+    """Add model.onnx to `staging`, and a section about it to the model card; return a description for the terminal."""
     from finetune.artifacts.padded import PaddedModel
     from pretrain.checkpoint.released import read_released
 
@@ -113,7 +113,7 @@ def _add_onnx(folder: Path, staging: Path) -> str:
     return description
 
 
-def difference_of_logits(model: PaddedModel, path: Path) -> float:
+def max_logit_difference(model: PaddedModel, path: Path) -> float:
     """Return the largest difference of onnxruntime's logits from torch's, over sequences of several lengths."""
     import onnxruntime
     import torch
@@ -128,11 +128,11 @@ def difference_of_logits(model: PaddedModel, path: Path) -> float:
     with torch.no_grad():
         expected = model(*inputs)
     if model.head != "sequence":
-        real = inputs[1].bool()
-        actual, expected = [logits[real] for logits in actual], [logits[real] for logits in expected]
+        is_token = inputs[1].bool()
+        actual, expected = [logits[is_token] for logits in actual], [logits[is_token] for logits in expected]
     difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
-    if not difference <= 1e-4 * scale:  # also raised for NaN
+    if not difference <= 1e-4 * scale:  # true for NaN, too
         raise MachineError(
             f"{ONNX}: onnxruntime {onnxruntime.__version__} computes logits that differ from torch's by "
             f"{difference:.1e}. No file was written. Install the versions of requirements.lock."
@@ -153,7 +153,7 @@ def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]
     return (ids_BL, mask_BL, types_BL)[: len(model.inputs)]
 
 
-def _expect_export(out: Path, folder: Path) -> None:
+def _reject_model_folder(out: Path, folder: Path) -> None:
     """Raise `InputError` if `out` is the model itself or the model of a run."""
     if out.resolve() == folder.resolve():
         raise InputError(f"{out}: is the model itself. Choose another folder.")
@@ -162,8 +162,8 @@ def _expect_export(out: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Hide torch.onnx's messages about its internals; the result is checked anyway."""
+def _silence_exporter() -> Iterator[None]:
+    """Hide torch.onnx's messages about its internals; the exported model is checked afterwards."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -20,7 +20,7 @@ class PaddedModel(PaddedEncoder):
     Padding, where `attention_mask` is 0, is on the right: positions count from the left.
 
     Args:
-        released: weights of encoder and head, and the family.
+        released: a released model: weights of encoder and head, and the model family.
         head: kind of head.
     """
 
@@ -28,7 +28,7 @@ class PaddedModel(PaddedEncoder):
         super().__init__(released.model, released.backbone)
         self.head = head
         self.token_types = released.token_types > 1
-        self.layers_of_head = released.task_head(head)
+        self.head_layers = released.task_head(head)
         self.out = frozen_module(released.head, "")
 
     @property
@@ -44,20 +44,20 @@ class PaddedModel(PaddedEncoder):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return logits from int64 [B, L] each: [B, C] for sequences, [B, L, C] for tokens, two [B, L] for spans."""
+        """Return logits from inputs int64 [B, L]: [B, C] for sequence, [B, L, C] for tokens, two [B, L] for spans."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head != "sequence":
             logits_BLC = self._output(self._layers(hidden_BLH))
             return logits_BLC.unbind(-1) if self.head == "spans" else (logits_BLC,)
-        pooling = self.layers_of_head.pooling
+        pooling = self.head_layers.pooling
         if pooling == "late":
             return (self._output(_mean(self._layers(hidden_BLH), attention_mask)),)
-        pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOL[pooling](hidden_BLH, attention_mask)
+        pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOLING[pooling](hidden_BLH, attention_mask)
         return (self._output(self._layers(pooled_BH)),)
 
     def _layers(self, hidden: Tensor) -> Tensor:
-        """Apply the family's layers before the output layer; [..., H]."""
-        layers, parameters = self.layers_of_head, self.out
+        """Apply the head's layers before the output layer to [..., H]; they depend on the model family."""
+        layers, parameters = self.head_layers, self.out
         if layers.activation:
             hidden = F.linear(hidden, parameters.dense_weight, parameters.dense_bias if layers.bias else None)
             hidden = activation_function(layers.activation)(hidden)
@@ -82,4 +82,4 @@ def _maximum(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
     return torch.where(attention_mask[..., None] == 0, lowest, hidden_BLH).amax(1)
 
 
-_POOL = {"mean": _mean, "max": _maximum}
+_POOLING = {"mean": _mean, "max": _maximum}

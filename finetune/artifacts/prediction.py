@@ -17,21 +17,21 @@ from pretrain.common.thread_waits import one_thread, sleep_when_contended
 from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
-_SHORT = 2_000  # characters of a record, below which a single thread is fastest
+_SHORT_RECORD = 2_000  # characters; for shorter records, a single thread is fastest
 
 
 def predict(
     model: Path, source: str, out: Path | None, fields: Mapping[str, str] | None = None, **options: Any
 ) -> None:
-    """Predict, and print JSON Lines or write a file, as CSV or Parquet if it has such a suffix.
+    """Predict, and print JSON Lines, or write a file: CSV or Parquet if its suffix says so, else JSON Lines.
 
     Args:
         model: the folder of a fine-tuned model.
         source: a file; `STANDARD_INPUT` or a pipe is read line by line, and the prediction of each line is printed
-            immediately. Lines before an invalid one are predicted.
+            immediately. Lines before an invalid line are predicted.
         out: file to write atomically; its name and the number of its predictions are printed. None prints the
             predictions.
-        fields: one record, instead of `source`: text, pair, question, context.
+        fields: a single record, used instead of `source`, with the keys text, pair, question, context.
         options: options of `Predictor`.
 
     Raises:
@@ -44,8 +44,8 @@ def predict(
     predictor = Predictor(model, **options)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
-        short = sum(map(len, fields.values())) < _SHORT
-        with one_thread() if short else contextlib.nullcontext():
+        is_short = sum(map(len, fields.values())) < _SHORT_RECORD
+        with one_thread() if is_short else contextlib.nullcontext():
             _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _open_lines(source) as (lines, where), sleep_when_contended():
@@ -68,7 +68,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
 
 @contextlib.contextmanager
 def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
-    """Open a file or standard input; yields its lines, and its name for messages."""
+    """Open a file or standard input; yield (its lines, its name for messages)."""
     name = "standard input" if source == STANDARD_INPUT else source
     stdin = contextlib.nullcontext(sys.stdin.buffer)
     try:
@@ -81,7 +81,7 @@ def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
 
 
 def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decode lines as UTF-8 in every locale: a container's locale may accept invalid bytes."""
+    """Decode lines as UTF-8, whatever the locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")

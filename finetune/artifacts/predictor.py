@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RequestedPrecision = Literal["auto", "bf16", "fp16", "fp32"]
 
-MAX_RECORDS = 512  # per batch; the first batches are smaller
+MAX_RECORDS = 512  # maximum records of a batch; the first batches are smaller
 
 
 class Predictor:
@@ -38,9 +38,9 @@ class Predictor:
         folder: the model's folder, or its run folder.
         precision: bf16, fp16 (on a GPU) or fp32; auto is the precision of training unless it is slow on this device
             (`precision_reason`).
-        micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
-        compile: use torch.compile: the first call takes a minute, later ones are faster.
-        threshold: minimum probability of a predicted label; of two classes, of the positive one; None: the model's.
+        micro_batch_tokens: maximum tokens per forward pass; 0 uses the value from training.
+        compile: use torch.compile; the first call takes a minute, later calls are faster.
+        threshold: minimum probability to predict a label (multi_label) or the positive class; None: the model's.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class Predictor:
             return next(self.stream([records]))
         # All are returned together: small first batches would only cause more forward passes.
         predicted = self._predict_records(enumerate(_rows(records), 1), "record", size=MAX_RECORDS)
-        return [{**_identity(record), **prediction} for record, _, prediction in predicted]
+        return [{**_id_of(record), **prediction} for record, _, prediction in predicted]
 
     def stream(
         self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
         """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
-        With `live`, no prediction waits for later records: a batch has only the records that have arrived. The only
-        exception: with `document_context`, a sentence waits until its document is complete.
+        With `live`, predictions do not wait for later records: a batch has the records that have arrived. The only
+        exception is `document_context`: a sentence then waits until its document is complete.
         """
         for record, _, prediction in self._predict_records(enumerate(_rows(records), 1), where, live=live):
-            yield {**_identity(record), **prediction}
+            yield {**_id_of(record), **prediction}
 
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Yield predictions as `stream` does, from (line number, record); errors mention the line.
+        """Yield predictions like `stream`, from (line number, record); errors name the line.
 
-        Each prediction starts with the fields of `Task.record`.
+        Each prediction also has the fields of `Task.record`.
         """
         for record, example, prediction in self._predict_records(numbered, where, live=live):
-            yield {**_identity(record), **self.task.record(example), **prediction}
+            yield {**_id_of(record), **self.task.record(example), **prediction}
 
     def _predict_records(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, size: int = 1
@@ -114,7 +114,7 @@ class Predictor:
     def _complete_examples(
         self, batches: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
-        """Yield (records, examples) whose context is complete. An error is raised after the earlier records."""
+        """Yield (records, examples) with complete context. An error in a record is raised after the earlier ones."""
         records: list[str | Mapping[str, Any]] = []
         waiting: list[Any] = []
         error = None
@@ -122,7 +122,7 @@ class Predictor:
             for batch in batches:
                 for number, record in batch:
                     location = f"{where}:{number}"
-                    check_id(_identity(record).get("id"), location)
+                    check_id(_id_of(record).get("id"), location)
                     waiting.append(self.task.example(record, location))
                     records.append(record)
                 ready, waiting = self.task.with_context(waiting, ended=False)
@@ -145,19 +145,19 @@ class Predictor:
         return self.task.decode(examples, windows, logits)
 
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
-        """Return (scores, details, predictions) on a labeled file in the format of the dev file."""
+        """Return (scores, details, predictions) for a labeled file in the format of the dev file."""
         examples = self.task.read_file(path)
         result = SetResult.of(self.task, examples, self.predict(examples))
         return result.scores, result.details, result.predictions
 
 
 def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
-    """Choose the precision of the computation; also allow TF32 if training did."""
+    """Choose the precision of the computation; in fp32, also allow TF32 if the GPU has it."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
         choice = PrecisionChoice(requested, "as requested")
-    elif trained.engine.precision == "auto":  # a config whose precision no run has resolved
+    elif trained.engine.precision == "auto":  # no run has resolved the precision of this config
         choice = choose_precision([capabilities(device)])
     else:
         choice = inference_precision(trained.engine.resolved_precision, device)
@@ -177,7 +177,8 @@ def _rows(records: Any) -> Iterable[Any]:
     return records
 
 
-def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
+def _id_of(record: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"id": the id of a record}, {} without an id."""
     return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
@@ -189,7 +190,7 @@ def _growing_batches(records: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
-    """Yield batches of the records that a thread has read so far. An error in reading is raised after them."""
+    """Yield batches of the records that a thread has read so far. An error of the thread is raised after them."""
     arrived: queue.Queue[T | _End] = queue.Queue(MAX_RECORDS)
 
     def read() -> None:
@@ -216,7 +217,7 @@ def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
 
 
 class _End(NamedTuple):
-    error: Exception | None
+    error: Exception | None  # the error that ended the records, if any
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:

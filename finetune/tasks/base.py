@@ -20,16 +20,16 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense layer, activation, output layer at a window's first token. tokens, spans: output layer at queries."""
+"""sequence: dense layer, activation and output layer, once per window; tokens, spans: output layer at each query."""
 
 Objective = Literal["classes", "labels", "value", "span"]
-"""The loss, summed over rows (query positions) times their weights:
+"""The loss of each query position (R positions, C outputs), weighted and summed:
 
     classes  cross-entropy in nats; labels int64 [R], or weighted soft labels float32 [R, C]
-    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]: weight of a true label, else 0
+    labels   binary cross-entropy, mean over labels; labels float32 [R, C]: the weight of a true label, else 0
     value    squared error; labels float32 [R], one output
-    span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
-             1 per window and column. The weight of a window is the weight of its first row.
+    span     mean of the cross-entropies of start and end over the positions of a window; labels uint8 [R, 2] with
+             one 1 per window and column. The weight of a window is the weight of its first position.
 
 With the sequence head, the logits of an example's windows are averaged first. The example's weight is the sum of
 its windows' weights.
@@ -38,19 +38,19 @@ its windows' weights.
 
 @dataclass(frozen=True)
 class Windows:
-    """Examples as the model sees them: F windows of T tokens end to end, special tokens included.
+    """Examples as the model sees them: F windows, concatenated to T tokens, special tokens included.
 
     An example has one or more windows. They are adjacent and in order.
     """
 
     ids: np.ndarray  # int32 [T]
-    types: np.ndarray  # uint8 [T], 0 in the first segment, 1 in the second
-    starts: np.ndarray  # int64 [F + 1]
-    examples: np.ndarray  # int64 [F], ascending: the example that each window belongs to
+    types: np.ndarray  # uint8 [T], token types: 0 in the first segment, 1 in the second
+    starts: np.ndarray  # int64 [F + 1], index of each window's first token, and finally T
+    examples: np.ndarray  # int64 [F], ascending: index of the example that each window belongs to
     queries: np.ndarray  # int64 [R], ascending: query positions, the tokens whose hidden states the head sees
     labels: np.ndarray  # [R] or [R, C], see `Objective`; zeros if there are no labels
-    weights: np.ndarray  # float32 [R], weight of each row in the loss
-    extra: dict[str, np.ndarray]  # further arrays that the task needs for decoding
+    weights: np.ndarray  # float32 [R], weight of each query position in the loss
+    extra: dict[str, np.ndarray]  # additional arrays that `decode` needs
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -61,15 +61,15 @@ class Windows:
         return int(self.examples.max(initial=-1)) + 1
 
     def digest(self, names: Sequence[str]) -> str:
-        """Return the SHA-256 of the training input: tokens, labels with their `names`, weights."""
+        """Return the SHA-256 of the training input: tokens, labels, label `names`, weights."""
         sha256 = hashlib.sha256("\n".join(names).encode())
-        for part in (self.ids, self.starts, self.examples, self.queries, self.labels, self.weights):
-            sha256.update(np.ascontiguousarray(part).data)
+        for array in (self.ids, self.starts, self.examples, self.queries, self.labels, self.weights):
+            sha256.update(np.ascontiguousarray(array).data)
         return sha256.hexdigest()
 
 
 def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, Windows]) -> str:
-    """Return the SHA-256 of the training data and of all scored data. Only runs with equal digests are compared."""
+    """Return the SHA-256 of the training data and of all scored data. Only runs with equal digests are comparable."""
     sha256 = hashlib.sha256(training.digest(names).encode())
     for name, windows in held_out.items():
         sha256.update(f"{name}\0{windows.digest(names)}".encode())
@@ -91,25 +91,25 @@ class Task(ABC, Generic[E]):
         state: what `state()` of the trained model returned; None before training.
     """
 
-    kind: ClassVar[str]  # the name of the config's section, such as classification
-    settings_type: ClassVar[type[Section]]  # the section itself
+    kind: ClassVar[str]  # name of the task's section in the config, such as classification
+    settings_type: ClassVar[type[Section]]  # pydantic model of that section
     head: Head
     objective: Objective
-    metric: str  # the score that chooses the checkpoint; higher is better
-    outputs: int  # width C of the output layer
+    metric: str  # name of the score that selects the best checkpoint; higher is better
+    outputs: int  # number C of outputs of the output layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
-    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> its column in files
-    positive: str = ""  # with two classes: the class whose f1 is computed; "" for none
+    columns: Mapping[str, str] = MappingProxyType({})  # {key of `record`: its column name in files}
+    positive: str = ""  # with two classes: the positive class, for f1; "" for no f1
     summary: str  # phrase that says what a model of this task does, such as "Finds named entities"
-    max_windows: int = 1  # of one example in training
-    fold: tuple[int, int] | None = None  # (number from 1, K): the part of the training set that is scored instead
-    sample: str | dict[str, str]  # input of `example`: a string, or a dict with text, pair, question, context
+    max_windows: int = 1  # maximum number of windows of a training example
+    fold: tuple[int, int] | None = None  # (k, K): train without fold k of K (from 1), and score on it
+    sample: str | dict[str, str]  # example of an input, for the model card; its keys are fields such as text, pair
     settings: Any
 
     @abstractmethod
     def __init__(self, settings: Any, state: Mapping[str, Any] | None = None) -> None: ...
 
-    # ------------------------------------------------------------ files in
+    # ------------------------------------------------------------ reading files
 
     @abstractmethod
     def read_train(self) -> list[E]:
@@ -117,18 +117,18 @@ class Task(ABC, Generic[E]):
 
     @abstractmethod
     def read_held_out(self) -> dict[str, list[E]]:
-        """Return the labeled sets to score on, by name; the first one chooses the checkpoint. {} if there are none."""
+        """Return the labeled sets to score on, by name; the first selects the best checkpoint. {} if there are none."""
 
     @abstractmethod
     def read_test(self) -> dict[str, list[E]]:
-        """Return the sets to predict at the end, by name, labeled or not. {} if there are none."""
+        """Return the sets to predict after training, by name, labeled or not. {} if there are none."""
 
     @abstractmethod
     def read_file(self, path: str, *, labeled: bool = True) -> list[E]:
         """Return the examples of another file, in the format that its suffix and the settings define.
 
         With `labeled` false (for `predict`), labels may be missing, and a `.txt` may have one example per line.
-        Otherwise, records without a label are left out, and their number is logged.
+        If true, records without a label are left out, and their number is logged.
         """
 
     @abstractmethod
@@ -136,10 +136,10 @@ class Task(ABC, Generic[E]):
         """Return an unlabeled example from a JSON object or plain text; `where` is its location, for messages."""
 
     def with_context(self, examples: Sequence[E], *, ended: bool) -> tuple[list[E], list[E]]:
-        """Add to unlabeled examples, given in order, their neighbors as context if the task uses them.
+        """Give unlabeled examples, in document order, their neighbors as context if the task uses context.
 
         Returns:
-            (complete examples, examples whose context may still grow). With `ended` (no more input), all are complete.
+            (complete examples, examples that wait for more context). With `ended` (no more input), all are complete.
         """
         return list(examples), []
 
@@ -158,36 +158,37 @@ class Task(ABC, Generic[E]):
     # ------------------------------------------------------------ cross-validation
 
     def training_set(self) -> list[E]:
-        """Return `read_train` without the fold."""
-        return self._part(in_fold=False)
+        """Return the training set without the scored fold."""
+        return self._select(in_fold=False)
 
     def test_sets(self) -> dict[str, list[E]]:
-        """Return the fold as the set "fold", then the sets of `read_test`."""
-        return {**({"fold": self._part(in_fold=True)} if self.fold else {}), **self.read_test()}
+        """Return the scored fold as the set "fold", then the sets of `read_test`."""
+        return {**({"fold": self._select(in_fold=True)} if self.fold else {}), **self.read_test()}
 
     def folds(self, examples: Sequence[E], count: int) -> list[int]:
-        """Return the fold of each example, from 0, stratified by class; equal contexts or inputs share a fold."""
+        """Return the fold index of each example, stratified by class; equal contexts or inputs are in the same fold."""
         records = [self.record(example) for example in examples]
         golds = (record.get("gold") for record in records)
         classes = [{gold} if isinstance(gold, str) else set(gold) if isinstance(gold, list) else () for gold in golds]
         texts = [str(record.get("context", [record.get("text"), record.get("pair")])) for record in records]
         return splits.folds(texts, classes, count)
 
-    def _part(self, *, in_fold: bool) -> list[E]:
+    def _select(self, *, in_fold: bool) -> list[E]:
+        """Return the training examples in the scored fold, or the others."""
         examples = self.read_train()
         if self.fold is None:
             return examples
         number, count = self.fold
-        numbers = self.folds(examples, count)
-        part = [example for example, fold in zip(examples, numbers, strict=True) if (fold == number - 1) == in_fold]
-        if not part:
+        folds = self.folds(examples, count)
+        selected = [example for example, fold in zip(examples, folds, strict=True) if (fold == number - 1) == in_fold]
+        if not selected:
             raise InputError(f"fold: {number}/{count} of {len(examples)} training examples is empty. Use fewer folds.")
-        return part
+        return selected
 
     # ------------------------------------------------------------ the model's input and output
 
     def check(self, encoder: TextEncoder) -> None:
-        """Raise `InputError` if the settings do not fit the encoder's windows, before any are cut."""
+        """Raise `InputError` if the settings do not fit the encoder's windows; called before `windows`."""
         return None
 
     @abstractmethod
@@ -203,22 +204,22 @@ class Task(ABC, Generic[E]):
         return {}
 
     def first_value(self, examples: Sequence[E]) -> float:
-        """For values: return the model's prediction before training on `examples`, such as their mean."""
+        """For the objective value: return the initial prediction (the output bias), such as the mean of `examples`."""
         return 0.0
 
     # ------------------------------------------------------------ scores
 
     def set_threshold(self, value: float) -> None:
         """Replace the threshold from training: the minimum probability of a predicted label. `InputError` if unused."""
-        raise InputError("threshold: is for several labels, or for two classes with classification.positive.")
+        raise InputError("threshold: only supported for multi_label, or for two classes with classification.positive.")
 
     @property
     def tunes(self) -> bool:
-        """True if `tune` chooses anything."""
+        """True if `tune` sets anything."""
         return False
 
     def tune(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> None:
-        """Choose, on the dev set, values that `state` then keeps, such as a threshold; arguments as in `decode`."""
+        """Tune values that `state` returns, such as a threshold, on the dev set; arguments as in `decode`."""
         return None
 
     @abstractmethod
@@ -230,7 +231,7 @@ class Task(ABC, Generic[E]):
         return {}
 
     def temperature(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> float:
-        """Return the divisor of the logits that calibrates them on the dev set, or 1; arguments as in `decode`."""
+        """Return the temperature (divisor of the logits) fitted on the dev set, or 1; arguments as in `decode`."""
         return 1.0
 
     def interval(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -238,7 +239,7 @@ class Task(ABC, Generic[E]):
         return None
 
     def details(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return more for the model card, ready for JSON: a confusion matrix, scores per type."""
+        """Return details for the model card, as JSON values: a confusion matrix, scores per type."""
         return {}
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
@@ -246,7 +247,7 @@ class Task(ABC, Generic[E]):
         return []
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a trained model keeps besides the settings, ready for JSON: labels, thresholds."""
+        """Return what is saved with a trained model besides the settings, as JSON values: labels, thresholds."""
         return {}
 
     # ------------------------------------------------------------ descriptions
@@ -257,5 +258,5 @@ class Task(ABC, Generic[E]):
         return ("text",) if isinstance(self.sample, str) else tuple(self.sample)
 
     def origin(self, name: str) -> str:
-        """Return the source of the set `name` (train, dev, test or fold); "" if the config names none."""
+        """Return where the set `name` (train, dev, test or fold) comes from; "" if the config does not say."""
         return str(getattr(self.settings, name, ""))

@@ -1,4 +1,4 @@
-"""The list of task kinds. The config has a section for each; `task.kind` is the module of a custom one."""
+"""The built-in kinds of tasks, each with its section of the config; `task.kind` names the module of a custom one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task
 
 
 def custom_task(kind: str) -> type[Task[Any]]:
-    """Return the task in the user's module `kind`; raises `InputError` as `load_kind`."""
+    """Return the task class in the user's module `kind`; raises `InputError` as `load_kind`."""
     task = load_kind(__name__, kind).TASK
     if not is_section(task.settings_type):
         raise InputError(f"{kind}: its settings_type must derive from {Section.__module__}.Section.")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from finetune.tasks import own_metric, registry
+from finetune.tasks import custom_metric, registry
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import check_name
@@ -172,7 +172,7 @@ class _Start(RunConfig):
             yield ("task", "kind"), registry.__name__, str(self.task["kind"])
         for section in (built_in.kind for built_in in registry.TASKS):
             if ":" in (metric := getattr(getattr(self, section), "metric", "")):
-                yield (section, "metric"), own_metric.__name__, metric
+                yield (section, "metric"), custom_metric.__name__, metric
         yield from super().custom_modules()
 
     def extended_class(self) -> type[Section]:

@@ -82,7 +82,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path, c
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
     with pytest.raises(MachineError, match=r"computes logits that differ from torch's by 1\.0e\+00"):
-        export.difference_of_logits(model, tmp_path / "model.onnx")
+        export.max_logit_difference(model, tmp_path / "model.onnx")
 
 
 @pytest.fixture(scope="module")

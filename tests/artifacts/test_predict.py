@@ -221,7 +221,7 @@ def test_a_threshold_is_given_at_prediction_time(folder, tmp_path, capsys) -> No
         assert json.loads((tmp_path / "out/metrics.json").read_text())["dev"]["details"]["threshold"] == threshold
         assert finetune.load(folder / "positive", threshold=threshold)("a film")["label"] == label
     assert predict(folder / "reviews", "--text", "a", "--threshold", 0.3) == 2
-    assert "threshold: is for several labels, or for two classes with" in capsys.readouterr().err
+    assert "threshold: only supported for multi_label, or for two classes with" in capsys.readouterr().err
 
 
 def test_a_column_of_labels_that_the_model_does_not_know_stays(folder, tmp_path, capsys) -> None:

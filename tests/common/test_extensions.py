@@ -20,8 +20,8 @@ from starts import pretraining
 from finetune.cli import main
 from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.custom_metric import custom_score
 from finetune.tasks.entities import Entities, EntitiesSettings
-from finetune.tasks.own_metric import own_score
 from finetune.tasks.questions import Questions, QuestionsSettings
 from finetune.training.config import FinetuneConfig
 from pretrain.common import extensions
@@ -180,7 +180,7 @@ def test_a_model_with_a_task_of_a_stranger_imports_nothing(place: Path) -> None:
         config.make_task()
     assert "mine" not in sys.modules
     with pytest.raises(InputError, match=r"^os:system: a recorded config names this module"):  # though it is imported
-        own_score("os:system", ["rm"], ["rm"])
+        custom_score("os:system", ["rm"], ["rm"])
     extensions.import_modules(["mine.lengths"])
     assert type(config.make_task()).__name__ == "Lengths"
 

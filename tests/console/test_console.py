@@ -146,10 +146,10 @@ def test_export_depends_on_what_the_folder_holds(tmp_path, monkeypatch, options,
         allowed = options in ([], ["--onnx"])
         assert cli.main(["export", run, "out", *options]) == (0 if allowed else 2)
         shown = capsys.readouterr()
-        refused = f"error: {''.join(options[:1])}: is for pretraining runs, and {folder} is fine-tuned. Leave it out.\n"
+        refused = f"error: {''.join(options[:1])}: needs a pretraining run, and {folder} is fine-tuned. Remove it.\n"
         assert (shown.out, shown.err) == ((f"tuned {folder}\n", "") if allowed else ("", refused))
     assert cli.main(["export", "pretrained", "out", *options]) == (2 if options == ["--onnx"] else 0)
-    refused = "error: --onnx: is for fine-tuned models, and pretrained is not one. Fine-tune it first.\n"
+    refused = "error: --onnx: needs a fine-tuned model, and pretrained is not one. Fine-tune it first.\n"
     assert capsys.readouterr() == (("", refused) if options == ["--onnx"] else ("pretrained pretrained\n", ""))
 
 

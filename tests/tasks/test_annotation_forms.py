@@ -240,16 +240,16 @@ REFUSED: dict[str, list[tuple[type[Task[Any]], str, Any, str]]] = {
             Classification,
             "a.jsonl",
             texts(IDS, key="annotations"),
-            "a.jsonl:1: annotations have ids of labels, such as",
+            "a.jsonl:1: annotations have label ids, such as",
         ),
         (Classification, "a.jsonl", texts([3], [4]), r"a.jsonl:1: label is \[3\]. Give each example the name of"),
-        (Entities, "a.jsonl", texts(IDS, key="annotations"), "a.jsonl:1: annotations have ids of labels, such as 3"),
+        (Entities, "a.jsonl", texts(IDS, key="annotations"), "a.jsonl:1: annotations have label ids, such as 3"),
         (Entities, "a.jsonl", BY_ID, "a.jsonl:1: entity 0 is "),
     ],
     "`.xlsx`, `.ods`": [
-        (Classification, "a.xlsx", "PK", "a.xlsx: a spreadsheet, which is not read. Save it as CSV UTF-8"),
-        (Entities, "a.ods", "PK", "a.ods: a spreadsheet, which is not read"),
-        (Questions, "a.xlsx", "PK", "a.xlsx: a spreadsheet, which is not read"),
+        (Classification, "a.xlsx", "PK", "a.xlsx: spreadsheets are not supported. Save it as CSV UTF-8"),
+        (Entities, "a.ods", "PK", "a.ods: spreadsheets are not supported"),
+        (Questions, "a.xlsx", "PK", "a.xlsx: spreadsheets are not supported"),
     ],
 }
 

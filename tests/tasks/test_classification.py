@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
-from finetune.tasks.classification.decoding import Outputs
+from finetune.tasks.classification.decoding import LabelDecoder
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
@@ -107,7 +107,7 @@ def test_class_scores_equal_sklearns(pairs: list[tuple[int, int]]) -> None:
         assert metrics.matthews(matrix) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted), abs=1e-12)
         for average in ("macro", "micro"):
             wanted = sklearn.metrics.f1_score(true, predicted, average=average)
-            found = counts.macro_f1(present=True) if average == "macro" else counts.micro_f1
+            found = counts.macro_f1(only_present=True) if average == "macro" else counts.micro_f1
             assert found == pytest.approx(wanted, abs=1e-12)
 
 
@@ -122,7 +122,7 @@ def test_matthews_of_a_million_examples_does_not_overflow() -> None:
 def test_scores_of_sets_equal_sklearns(rows: list[tuple[bool, ...]]) -> None:
     true, predicted = np.array(rows)[:, :3], np.array(rows)[:, 3:]
     counts = metrics.label_counts(true, predicted)
-    for average, found in (("micro", counts.micro_f1), ("macro", counts.macro_f1(present=False))):
+    for average, found in (("micro", counts.micro_f1), ("macro", counts.macro_f1(only_present=False))):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wanted = sklearn.metrics.f1_score(true, predicted, average=average)
@@ -230,7 +230,7 @@ def test_bad_files_are_named_with_their_line(write: Callable[..., str], name: st
 def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     refused(r"a folder, not a file", read_table, write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
     for column in (2, -1):
-        message = rf"b\.csv:1: no column {column}; its rows have 2, numbered from 0"
+        message = rf"b\.csv:1: no column {column}; each row has 2, numbered from 0"
         refused(message, read_table, write("b.csv", "a,b\n"), [column], layout=TableFormat(header=False))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
@@ -408,8 +408,8 @@ def test_numbers_and_names_that_are_no_vectors_stay_names(write: Callable[..., s
     [
         (sayings([1, 0, 1], [0, 0, 1]), {}, ":1: labels is [1, 0, 1]. Set `labels` to the names of these values"),
         (sayings([1, 0, 1]), {"labels": ("x", "y")}, ":1: labels is [1, 0, 1], but there are 2 labels: x, y"),
-        (sayings([1, 0, 1], [0, 1]), {}, ":1: labels is [1, 0, 1], where one occurs twice. Give each once; or if"),
-        (sayings(["a", "b"], ["a", "a"]), {}, ":2: labels is ['a', 'a'], where one occurs twice"),
+        (sayings([1, 0, 1], [0, 1]), {}, ":1: labels is [1, 0, 1], with a repeated label. Give each once; or if"),
+        (sayings(["a", "b"], ["a", "a"]), {}, ":2: labels is ['a', 'a'], with a repeated label"),
         ([{"text": "w", "x": 1, "y": 2}], {"label_columns": ("x", "y")}, ":1: labels is [1, 2]; expected 0 or 1 for"),
         ([{"text": "w", "x": 1, "y": None}], {"label_columns": ("x", "y")}, "expected 0 or 1 for each of x, y"),
         ([{"text": "w", "x": 1}], {"label_columns": ("x", "y")}, ":1: no 'y'; it has text, x"),
@@ -458,7 +458,7 @@ def test_a_test_set_is_scored_where_it_has_labels(write: Callable[..., str], cap
     one = task(train=write("a.jsonl", sayings("a", "b")), test=write("b.jsonl", rows))
     examples = one.read_test()["test"]
     assert [example.label for example in examples] == ["a", None, None, None, None, "b"]
-    assert "4 of 6 labels are missing or unknown, and left out; the first:" in caplog.text
+    assert "4 of 6 labels are missing or unknown, and ignored; the first:" in caplog.text
     assert one.is_labeled(examples)
     assert one.score(examples, [{"label": "a"}] * 6)["accuracy"] == 0.5
     assert one.details(examples, [{"label": "a"}] * 6)["confusion"]["counts"] == [[1, 0], [1, 0]]
@@ -480,7 +480,7 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("1", "2"), sayings("1.0"), {}, "'1.0' is not in the training set or `labels`; known: 1, 2"),
         (sayings("a", "b"), [], {}, "dev.jsonl: empty file"),
         (sayings("a", "b"), "text,label\n", {}, "dev.csv: no examples"),
-        (sayings(1, 2), sayings(2, 2.0), REGRESSION, "dev.jsonl: every example held out has the value 2.0, so that no"),
+        (sayings(1, 2), sayings(2, 2.0), REGRESSION, "dev.jsonl: all dev examples have the value 2.0, so nhat no"),
         (sayings("a", "a"), None, {}, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "a"), None, AB, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "b", "d"), None, AB, "train.jsonl:3: label 'd' is not in"),
@@ -488,8 +488,13 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("a", [3]), None, {}, "train.jsonl:2: label is [3]. Give each example the name of its label"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
-        (sayings("a", "b", "c"), None, {"positive": "c"}, "classification.positive: is one of two classes"),
-        (sayings(["a"], ["b"]), None, {**MULTI, "positive": "b"}, "classification.positive: is one of two classes"),
+        (sayings("a", "b", "c"), None, {"positive": "c"}, "classification.positive: only supported for single_label"),
+        (
+            sayings(["a"], ["b"]),
+            None,
+            {**MULTI, "positive": "b"},
+            "classification.positive: only supported for single_label",
+        ),
         (
             sayings("a", "b"),
             None,
@@ -597,11 +602,11 @@ def test_a_temperature_finds_what_the_logits_were_multiplied_by() -> None:
     draw = np.random.default_rng(0)
     logits = draw.normal(0, 2, (2000, 4))
     true = (logits + draw.gumbel(size=logits.shape)).argmax(1)
-    classes = Outputs("single_label", tuple("abcd"), "", 0.5)
+    classes = LabelDecoder("single_label", tuple("abcd"), "", 0.5)
     assert classes.best_temperature(true, 3 * logits) == pytest.approx(3, rel=0.1)
     assert classes.best_temperature(true, logits / 4) == pytest.approx(1 / 4, rel=0.1)
     sets = draw.random(logits.shape) < 1 / (1 + np.exp(-logits))
-    labels = Outputs("multi_label", tuple("abcd"), "", 0.5)
+    labels = LabelDecoder("multi_label", tuple("abcd"), "", 0.5)
     assert labels.best_temperature(sets, 3 * logits) == pytest.approx(3, rel=0.1)
     # Few examples, none of them wrong, leave it near 1.
     assert 0.4 < classes.best_temperature(np.array([0, 1]), 2 * np.eye(4)[:2]) < 1
@@ -653,10 +658,10 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{}", "train: one of train, dataset and glue is needed"),
         ("{glue: rte}", "glue_dir: glue needs the folder"),
         ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset and train"),
-        ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
-        ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue sets them"),
+        ("{glue: rte, glue_dir: x, dev: y}", "remove dev and test"),
+        ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: set by glue"),
         ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not one of accuracy; choose one."),
-        ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
+        ("{train: x, dev: y, dev_share: 0.1}", "dev_share: dev is set, too"),
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
         ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
         ("{train: x, delimiter: ', '}", "delimiter: ', ' is more than one character"),
@@ -668,17 +673,20 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{dataset: hf://datasets/x}", "dataset: 'hf://datasets/x' is a remote address"),
         ("{train: ~nosuchuser/x.csv}", "train: '~nosuchuser/x.csv' names a user who does not exist on this"),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
-        ("{train: x, labels: [a, a]}", "labels: an entry occurs twice"),
+        ("{train: x, labels: [a, a]}", "labels: an entry is repeated"),
         ("{train: x, labels: [a]}", "labels: only one class"),
-        ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
-        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced is for single_l"),
-        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced is for single_l"),
+        ("{train: x, labels: [a, b], problem_type: regression}", "labels: not supported for regression"),
+        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced needs single_l"),
+        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced needs single_l"),
         *(
             (f"{{train: x, class_weights: {wrong}}}", "expected none, balanced, or weights")
             for wrong in ("{a: 0}", "3")
         ),
-        ("{train: x, label_smoothing: 0.1, problem_type: multi_label}", "label_smoothing: is for single_label"),
-        ("{train: x, threshold: 0.1}", "threshold: is for several labels, or for two classes with positive"),
+        (
+            "{train: x, label_smoothing: 0.1, problem_type: multi_label}",
+            "label_smoothing: only supported for single_label",
+        ),
+        ("{train: x, threshold: 0.1}", "threshold: only supported for multi_label, or for two classes with positive"),
         ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
@@ -881,7 +889,7 @@ def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokeniz
 
 def test_windows_without_room_for_an_overlap_are_refused(tokenizer: Tokenizer) -> None:
     given = [Example("word11", None, "a", "")], TextEncoder(tokenizer, 5)
-    refused("max_length: windows fit 3 tokens", two_classes().windows, *given, training=False)
+    refused("max_length: windows hold 3 tokens", two_classes().windows, *given, training=False)
 
 
 def test_labels_have_the_form_of_the_objective(tokenizer: Tokenizer) -> None:
@@ -973,7 +981,7 @@ def test_a_threshold_decides_between_two_classes_and_for_each_label() -> None:
     assert [one["labels"] for one in made] == [["a"], []]
     refused("threshold: 1; expected a probability", multi.set_threshold, 1.0)
     for other in (two_classes(), task(train="x", problem_type="regression"), Entities(EntitiesSettings(train="x"))):
-        refused("threshold: is for several labels, or for two", other.set_threshold, 0.5)
+        refused("threshold: only supported for multi_label, or for two", other.set_threshold, 0.5)
 
 
 def test_scores_and_details_of_values() -> None:

@@ -173,7 +173,7 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     assert one.origin("dev") == "25% of the training set, by type"
     with pytest.raises(InputError, match=r"leaves the dev set empty\. Raise it"):
         Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
-    with pytest.raises(ValueError, match="set one of the two"):
+    with pytest.raises(ValueError, match="use one of the two"):
         EntitiesSettings(train=path, dev=path, dev_share=0.1)
 
 
@@ -252,7 +252,7 @@ def test_gold_that_violates_its_scheme_is_read_as_conlleval_does_with_a_remark(t
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
     assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
     assert task.remarks == [
-        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in all, "
+        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in total, "
         "this is the first"
     ]
 
@@ -353,9 +353,9 @@ def test_boundaries_inside_of_words_are_counted(tmp_path):
     ]
     assert task.remarks == [
         f'{tmp_path}/a.jsonl:2, "NY": an entity has a boundary inside a word; such entities are extended to whole '
-        "words; 6 in all, this is the first",
+        "words; 6 in total, this is the first",
         f'{tmp_path}/a.jsonl:4, "Paris": an entity shares a word with the previous entity and is skipped; give '
-        "`tokens` that separate them; 2 in all, this is the first",
+        "`tokens` that separate them; 2 in total, this is the first",
     ]
 
 
@@ -431,7 +431,7 @@ GOOD = "Ann B-PER\nleft O\n"
         ("Ann\nleft\n", {}, r"a.txt: 1 of 1 rows left out: 1 unlabeled\. Give columns"),
         ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
         ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
-        ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
+        ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a bioes tag, but the scheme is iob2"),
         ("Ann B-PER\nRome B-LOC\n", {"labels": ("PER",)}, r"a.txt:2: the type 'LOC' is not in labels \(PER\)"),
         ("id\ttext\n1\tAnn left\n", {}, r"a.txt:1: 'text' is not a tag.* each line has one word and its tag\."),
         ("Ann B-PER\rleft O\r\rBob B-PER\r", {}, r"a.txt:1: lines end with CR only. Convert"),
@@ -503,11 +503,11 @@ def test_tokens_with_a_text_get_its_offsets(tmp_path):
     record = {"text": "Ann  left,U.S. Bob.", "tokens": ["Ann", "left", ",", "U.S.", "Bob", "."]}
     record["tags"] = ["B-PER", "O", "O", "B-LOC", "B-PER", "O"]
     (one,) = read(write_records(tmp_path / "a.jsonl", record))
-    text, offsets = one.characters()
+    text, offsets = one.text_and_offsets()
     assert text == record["text"]
     assert [text[begin:end] for begin, end in offsets.tolist()] == record["tokens"]
     made = Entities(EntitiesSettings(train="x")).example(record, "line 1")  # as `predict` reads it
-    assert (made.words, made.characters()[1].tolist()) == (one.words, offsets.tolist())
+    assert (made.words, made.text_and_offsets()[1].tolist()) == (one.words, offsets.tolist())
 
 
 PLACES = [{"start": 0, "end": 4, "type": "LOC"}, {"start": 10, "end": 13, "type": "PER"}]
@@ -614,8 +614,8 @@ def test_test_files_need_no_labels(tmp_path):
         ("labels: [O, B-PER, I-PER]", "'O'; expected types without prefixes"),
         ("labels: [B-PER, I-PER]", "'B-PER'; expected types without prefixes"),
         ("labels: [PER, PER]", "'PER'; expected types"),
-        ("encoding: utf-9", "'utf-9' is not an encoding that Python knows"),
-        ("document_context: -1", "-1 tokens of context; expected true, false or a number"),
+        ("encoding: utf-9", "'utf-9' is not a Python encoding"),
+        ("document_context: -1", "-1 tokens of context; expected true, false or an integer"),
         ("scheme: bio", "scheme is 'bio'; expected '"),
     ],
 )
@@ -770,7 +770,7 @@ def test_documents_of_records(tmp_path):
     windows = task.windows([sentences[1], sentences[0], *sentences[2:]], encoder, training=False)
     assert ["".join(text_of(windows, encoder, number)[1:-1]) for number in range(5)] == ["ab", "ab", "c", "d", "e"]
     assert task.remarks == [
-        f"{tmp_path}/a.jsonl:4: document '1' continues after another one; its parts are not context for each other"
+        f"{tmp_path}/a.jsonl:4: document '1' continues after another one; its parts are treated as separate documents"
     ]
     other = Entities(EntitiesSettings(train=str(tmp_path / "a.jsonl")))
     other.read_train()
@@ -833,7 +833,7 @@ def test_an_error_in_reading_comes_after_the_waiting_records():
 
 def test_windows_too_short_for_a_word_are_refused():
     refused(
-        "windows of 2 tokens fit no word",
+        "windows of 2 tokens have no room for a word",
         make_task().windows,
         [Sentence(["a"], None, "it")],
         make_encoder(2),
@@ -1099,7 +1099,7 @@ def test_types_that_the_model_does_not_know_are_kept_and_count_as_not_found(tmp_
     assert task.read_file(other, labeled=False)[0].tags == task.read_file(other)[0].tags == one.tags
     assert task.record(one)["gold"] == ["O", "B-LOC", "B-PER"]
     assert task.windows([one], make_encoder(16), training=False).labels.tolist() == [0, 0, 1]
-    assert "other:2: the model does not know the types LOC; they stay as gold, and scores count" in caplog.text
+    assert "other:2: the model does not know the types LOC; they stay in the gold labels and count as" in caplog.text
     scores = task.score([one], [{"tags": ["O", "O", "B-PER"]}])
     assert (scores["precision"], scores["recall"]) == (1.0, 0.5)
 
@@ -1178,7 +1178,9 @@ def test_an_entity_within_a_run_of_letters_has_its_own_words(tmp_path, text, nam
     task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", record)))
     (one,) = task.read_train()
     assert not task.remarks
-    tagged = [offsets for offsets, tag in zip(one.characters()[1].tolist(), one.tags or (), strict=True) if tag != "O"]
+    tagged = [
+        offsets for offsets, tag in zip(one.text_and_offsets()[1].tolist(), one.tags or (), strict=True) if tag != "O"
+    ]
     assert (tagged[0][0], tagged[-1][1]) == (start, start + len(name))
     assert task.example(text, "it").words == one.words  # plain text is cut alike
 

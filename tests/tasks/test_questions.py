@@ -438,7 +438,7 @@ def test_spaces_around_a_question_are_not_tokens(bytewise):
 
 def test_windows_too_short(encoder):
     with pytest.raises(
-        InputError, match=r"a window of 32 tokens fits 29 tokens of text.* set stride to at most 10\."
+        InputError, match=r"a window of 32 tokens holds 29 tokens of text.* set stride to at most 10\."
     ) as raised:
         task(stride=21).windows([CAT], encoder, training=True)
     task(stride=20).windows([CAT], encoder, training=True)
@@ -791,7 +791,7 @@ def test_scores_of_version_1():
     examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2")]
     one = task(unanswerable=False)
     assert one.score(examples, predictions(("1", "the cat", 7.0))) == {"exact_match": 0.5, "f1": 0.5}
-    refused("there are none for these questions", one.score, examples, predictions(("x", "cat", 0.0)))
+    refused("none is for one of these questions", one.score, examples, predictions(("x", "cat", 0.0)))
 
 
 def test_details():

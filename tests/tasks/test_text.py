@@ -49,7 +49,7 @@ ENCODERS = {lowercase: TextEncoder(make_tokenizer(lowercase=lowercase), 32) for 
 @example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than fit one line
 def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str]) -> None:
     encoder = ENCODERS[lowercase]
-    assert encoder.by_word
+    assert encoder.splits_at_spaces
     mine, whole = encoder.encode(texts), encoder.encode_whole(texts)
     assert np.array_equal(mine.ids, whole.ids)
     assert np.array_equal(mine.starts, whole.starts)
@@ -74,6 +74,6 @@ def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
 def test_a_token_with_spaces_is_left_to_the_tokenizer(added: AddedToken) -> None:
     encoder = TextEncoder(make_tokenizer(lowercase=True, added=added), 32)
     texts = ["in new york a", "a <x> b"]
-    assert not encoder.by_word
+    assert not encoder.splits_at_spaces
     mine, whole = encoder.encode(texts), encoder.tokenizer.encode_batch(texts, add_special_tokens=False)
     assert mine.ids.tolist() == [number for one in whole for number in one.ids]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from finetune.tasks.datasets.labels import Label
-from finetune.tasks.datasets.table import Table, listed
+from finetune.tasks.datasets.table import Table, listing
 from pretrain.common.wording import counted
 
 _MIN_EXAMPLES = 5  # warn if a class with at least this many examples is never predicted
@@ -16,27 +16,27 @@ _ADVICE = (
 
 
 def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
-    """Warn about labels without a training example, and about labels with a single one.
+    """Yield warnings about labels with no training example, and about labels with only one.
 
     Args:
         names: all labels.
         labels: the label, or the set of labels, of each training example.
-        source: the file or data set.
+        source: name of the file or data set, for messages.
     """
     counts = Counter(name for label in labels for name in (label if isinstance(label, tuple) else (label,)))
     names = list(names)
-    for number, problem in ((0, "no training example"), (1, "only one training example")):
-        rare = [repr(name) for name in names if counts[name] == number]
+    for count, problem in ((0, "no training example"), (1, "only one training example")):
+        rare = [repr(name) for name in names if counts[name] == count]
         if rare:
             subject = "label has" if len(rare) == 1 else "labels have"
-            yield f"{source}: {len(rare)} {subject} {problem}: {listed(rare)}. Add examples, or remove such labels."
+            yield f"{source}: {len(rare)} {subject} {problem}: {listing(rare)}. Add examples, or remove such labels."
 
 
 def empty_texts(table: Table) -> Iterator[str]:
-    """Warn if a cell of the columns text and pair is empty or blank."""
+    """Yield a warning if a cell of the columns text and pair is empty or blank."""
     columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
     numbered_cells = enumerate(zip(*columns, strict=True))
-    # Cells that are not strings are refused elsewhere.
+    # Cells that are not strings are rejected elsewhere.
     rows = [row for row, cells in numbered_cells if any(isinstance(cell, str) and not cell.strip() for cell in cells)]
     if not rows:
         return
@@ -52,10 +52,10 @@ def empty_texts(table: Table) -> Iterator[str]:
 def never_predicted(
     labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int], threshold: float = 0.5
 ) -> Iterator[str]:
-    """Warn, with the cause, if the model predicts one class for every example, or never predicts a frequent class.
+    """Yield warnings, with causes, if the model predicts only one class, or never predicts a frequent class.
 
-    `counts` are examples by [true][predicted] class, `trained` the training examples of each class (if known),
-    `threshold` is for the positive one of two classes.
+    `counts[true][predicted]` are numbers of examples, `trained` the number of training examples of each class ({} if
+    unknown), `threshold` the minimum probability to predict the positive class (two classes).
     """
     advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; try another."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
@@ -72,6 +72,6 @@ def never_predicted(
         elif totals[name] >= _MIN_EXAMPLES and len(predicted) > 1:
             causes.setdefault(f". {advice}", []).append(name)
     for cause, names in causes.items():
-        shown = ", ".join(map(repr, names[:_MAX_LISTED])) + ", ..." * (len(names) > _MAX_LISTED)
+        listed = ", ".join(map(repr, names[:_MAX_LISTED])) + ", ..." * (len(names) > _MAX_LISTED)
         examples = counted(sum(totals[name] for name in names), "example")
-        yield f"the model never predicts {shown} ({examples}){cause}"
+        yield f"the model never predicts {listed} ({examples}){cause}"

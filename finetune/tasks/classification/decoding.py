@@ -1,4 +1,4 @@
-"""Turn logits into predictions and scores: of classes, of sets of labels, or of values."""
+"""Turn logits into predictions (classes, sets of labels, or values), and predictions into scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,40 +9,40 @@ import numpy as np
 from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.datasets.labels import Label, Problem
 
-THRESHOLD = 0.5  # minimum probability of a predicted label, unless another is set or tuned
-_PRIOR = 0.5  # standard deviation of the prior on the logarithm of a temperature
-_CANDIDATES = 100  # thresholds to try on the dev set, besides the multiples of 0.01
+THRESHOLD = 0.5  # default minimum probability to predict a label
+_LOG_TEMPERATURE_STD = 0.5  # standard deviation of the normal prior on the logarithm of the temperature
+_CANDIDATES = 100  # number of thresholds to try on the dev set, besides the multiples of 0.01
 
 Predictions = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The meaning of a model's C outputs.
+class LabelDecoder:
+    """Decodes a model's C outputs and scores them.
 
-    True labels (`true` in the methods) are class numbers int64 [N], sets of labels bool [N, C], or values float64 [N].
+    `true` (labels) is an array: class indices int64 [N], sets of labels bool [N, C], or values float64 [N].
     """
 
     problem: Problem
-    names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # of two classes, the one for which f1 is computed; "" for no f1
-    threshold: float  # minimum probability of a predicted label; of two classes, of the positive one
+    names: tuple[str, ...]  # label of each output; () for regression
+    positive: str  # with two classes: the positive class, for f1; "" for no f1
+    threshold: float  # minimum probability to predict a label (multi_label) or the positive class
 
     def encode(self, labels: Sequence[Label | None]) -> np.ndarray:
-        """Encode true labels as an array, see the class; missing labels are zeros."""
+        """Encode labels as an array like `true` (see above); missing labels become zeros."""
         if self.problem == "regression":
             return np.array([label or 0.0 for label in labels], np.float64)
-        numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
+        indices: dict[Any, int] = {name: index for index, name in enumerate(self.names)}
         if self.problem == "single_label":
-            numbers[None] = 0
-            return np.array([numbers[label] for label in labels], np.int64)
-        rows = np.zeros((len(labels), len(numbers)), bool)
+            indices[None] = 0
+            return np.array([indices[label] for label in labels], np.int64)
+        sets_NC = np.zeros((len(labels), len(indices)), bool)
         for row, label in enumerate(labels):
             if isinstance(label, tuple):
-                rows[row, [numbers[name] for name in label]] = True
-        return rows
+                sets_NC[row, [indices[name] for name in label]] = True
+        return sets_NC
 
-    def predictions(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
+    def decode(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per example, from float64 logits.
 
         single_label: {"label", "score", "scores": {name: probability}}; multi_label: {"labels", "scores"};
@@ -69,7 +69,7 @@ class Outputs:
         ]
 
     def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-        """Return all scores of the problem, from the result of `predicted`."""
+        """Return all scores of the problem type; `predicted` is a result of `to_array`."""
         if self.problem == "regression":
             return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
@@ -91,24 +91,24 @@ class Outputs:
             }
         if self.problem == "multi_label":
             counts = metrics.label_counts(true, self.probabilities(predictions) >= self.threshold)
-            return {"threshold": float(self.threshold), "by_type": self._by_type(counts)}
-        matrix = metrics.confusion(true, self.predicted(predictions), len(self.names))
+            return {"threshold": float(self.threshold), "by_type": self._class_scores(counts)}
+        matrix = metrics.confusion(true, self.to_array(predictions), len(self.names))
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
-            "by_type": self._by_type(metrics.class_counts(matrix)),
+            "by_type": self._class_scores(metrics.class_counts(matrix)),
             **({"positive": self.positive, "threshold": float(self.threshold)} if self.has_positive else {}),
         }
 
     @property
     def has_positive(self) -> bool:
-        """True if there are two classes, one of which is the positive one."""
+        """True if there are two classes and `positive` is set."""
         return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
-        """multi_label: return the common threshold with the best `metric`, of equals the one nearest to 0.5."""
+        """multi_label: return the threshold for all labels with the best `metric`; ties: the one nearest to 0.5."""
         probabilities_NC = self.probabilities(predictions)
-        # All thresholds between two adjacent probabilities give the same sets: try their midpoint. If there are many,
-        # try a sample, and the nearest below each multiple of 0.01: most probabilities of rare labels are near 0.
+        # All thresholds between two adjacent probabilities give the same label sets: try the midpoint. If there are too
+        # many, try a sample, and the nearest below each multiple of 0.01: most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
         midpoints = (values[1:] + values[:-1]) / 2
         sample = np.linspace(0, len(midpoints) - 1, min(_CANDIDATES, len(midpoints))).round().astype(int)
@@ -119,49 +119,44 @@ class Outputs:
         return candidates[int(np.argmax(scores))]
 
     def best_temperature(self, true: np.ndarray, logits_NC: np.ndarray) -> float:
-        """Return the divisor of the logits with the lowest loss (Guo et al. 2017, section 4.2).
+        """Return the temperature (divisor of the logits) with the lowest loss (Guo et al. 2017, section 4.2).
 
-        A normal prior on its logarithm keeps it near 1 if there are few examples, or none is wrong.
+        A normal prior on its logarithm keeps it near 1 if there are few examples, or all predictions are correct.
         """
 
-        def loss(logarithm: float) -> float:
-            scaled = logits_NC / np.exp(logarithm)
+        def loss(log_temperature: float) -> float:
+            scaled = logits_NC / np.exp(log_temperature)
             if self.problem == "multi_label":
                 losses = np.logaddexp(0, scaled) - true * scaled
             else:
                 losses = np.logaddexp.reduce(scaled, axis=1) - scaled[np.arange(len(true)), true]
-            return float(losses.sum()) + (logarithm / _PRIOR) ** 2 / 2
+            return float(losses.sum()) + (log_temperature / _LOG_TEMPERATURE_STD) ** 2 / 2
 
         best = 0.0
-        for width in (3.0, 0.3, 0.03):
-            best = min((best + np.linspace(-width, width, 21)).tolist(), key=loss)
+        for radius in (3.0, 0.3, 0.03):
+            best = min((best + np.linspace(-radius, radius, 21)).tolist(), key=loss)
         return float(np.exp(best))
 
     def _label_set(self, probabilities: Sequence[float]) -> dict[str, Any]:
-        by_name = dict(zip(self.names, probabilities, strict=True))
-        return {"labels": [name for name in self.names if by_name[name] >= self.threshold], "scores": by_name}
+        scores = dict(zip(self.names, probabilities, strict=True))
+        return {"labels": [name for name in self.names if scores[name] >= self.threshold], "scores": scores}
 
     def probabilities(self, predictions: Predictions) -> np.ndarray:
         """Return the predicted probabilities, float64 [N, C]."""
         rows = [[prediction["scores"][name] for name in self.names] for prediction in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
 
-    def predicted(self, predictions: Predictions) -> np.ndarray:
-        """Return the predictions as an array of the same form as the true labels."""
+    def to_array(self, predictions: Predictions) -> np.ndarray:
+        """Return the predictions as an array like `true`."""
         if self.problem == "regression":
             return _values(predictions)
         if self.problem == "multi_label":
             return self.probabilities(predictions) >= self.threshold
-        numbers = {name: number for number, name in enumerate(self.names)}
-        return np.array([numbers[prediction["label"]] for prediction in predictions], np.int64)
+        indices = {name: index for index, name in enumerate(self.names)}
+        return np.array([indices[prediction["label"]] for prediction in predictions], np.int64)
 
-    def _by_type(self, counts: metrics.ClassCounts) -> dict[str, dict[str, float]]:
-        columns = (
-            counts.precision.tolist(),
-            counts.recall.tolist(),
-            counts.f1.tolist(),
-            counts.true.tolist(),
-        )
+    def _class_scores(self, counts: metrics.ClassCounts) -> dict[str, dict[str, float]]:
+        columns = (column.tolist() for column in (counts.precision, counts.recall, counts.f1, counts.true))
         return {
             name: {"precision": precision, "recall": recall, "f1": f1, "support": support}
             for name, precision, recall, f1, support in zip(self.names, *columns, strict=True)

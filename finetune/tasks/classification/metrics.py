@@ -1,4 +1,4 @@
-"""Metrics of classes, label sets and values, with the same results as scikit-learn and scipy.
+"""Metrics for classes, label sets and values, with the same results as scikit-learn and scipy.
 
 An undefined score is 0, as with scikit-learn's `zero_division`: F1 of a class that neither occurs nor is predicted,
 Matthews correlation of a constant prediction. scipy returns NaN for the correlation with a constant. NaN cannot be
@@ -10,43 +10,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BINS = 15  # of confidence, for ece
+_BINS = 15  # number of confidence bins, for ece
 
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """True positives, predictions and true occurrences of each of C classes or labels."""
+    """Numbers of correct predictions, predictions and true occurrences of each of C classes or labels."""
 
-    both: np.ndarray  # int64 [C], true positives
+    correct: np.ndarray  # int64 [C], true positives
     predicted: np.ndarray  # int64 [C]
     true: np.ndarray  # int64 [C]
 
     @property
     def precision(self) -> np.ndarray:
         """float64 [C]: precision of each class."""
-        return _ratio(self.both, self.predicted)
+        return _ratio(self.correct, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
         """float64 [C]: recall of each class."""
-        return _ratio(self.both, self.true)
+        return _ratio(self.correct, self.true)
 
     @property
     def f1(self) -> np.ndarray:
         """float64 [C]: harmonic mean of precision and recall."""
-        return _ratio(2 * self.both, self.predicted + self.true)
+        return _ratio(2 * self.correct, self.predicted + self.true)
 
     @property
     def micro_f1(self) -> float:
-        """F1 of all decisions together."""
-        return float(_ratio(2 * self.both.sum(), self.predicted.sum() + self.true.sum()))
+        """F1 over the summed counts of all classes."""
+        return float(_ratio(2 * self.correct.sum(), self.predicted.sum() + self.true.sum()))
 
-    def macro_f1(self, *, present: bool) -> float:
-        """Return the mean F1 over all classes, or only over classes that occur or are predicted (`present`).
+    def macro_f1(self, *, only_present: bool) -> float:
+        """Return the mean F1 over all classes, or only over classes that occur or are predicted (`only_present`).
 
-        sklearn's f1_score(average="macro") averages the present classes, but all labels of label sets.
+        scikit-learn's f1_score(average="macro") averages present classes only, but all labels of label sets.
         """
-        f1 = self.f1[self.predicted + self.true > 0] if present else self.f1
+        f1 = self.f1[self.predicted + self.true > 0] if only_present else self.f1
         return float(f1.mean()) if len(f1) else 0.0
 
 
@@ -66,44 +66,44 @@ def label_counts(true: np.ndarray, predicted: np.ndarray) -> ClassCounts:
 
 
 def accuracy(matrix: np.ndarray) -> float:
-    """Accuracy: the fraction of a confusion matrix that is on its diagonal."""
+    """Return the fraction of examples on the diagonal of a confusion matrix."""
     return float(_ratio(np.trace(matrix), matrix.sum()))
 
 
 def matthews(matrix: np.ndarray) -> float:
-    """Matthews' correlation coefficient of a confusion matrix, for two or more classes (Gorodkin, 2004)."""
+    """Return the Matthews correlation coefficient of a confusion matrix, for two or more classes (Gorodkin, 2004)."""
     # Python integers, because products of the counts of a million examples overflow int64.
     true, predicted = [int(n) for n in matrix.sum(1)], [int(n) for n in matrix.sum(0)]
-    total, right = sum(true), int(np.trace(matrix))
-    covariance = right * total - sum(t * p for t, p in zip(true, predicted, strict=True))
-    spread = (total**2 - sum(t * t for t in true)) * (total**2 - sum(p * p for p in predicted))
-    return covariance / spread**0.5 if spread else 0.0
+    total, correct = sum(true), int(np.trace(matrix))
+    covariance = correct * total - sum(t * p for t, p in zip(true, predicted, strict=True))
+    product = (total**2 - sum(t * t for t in true)) * (total**2 - sum(p * p for p in predicted))
+    return covariance / product**0.5 if product else 0.0
 
 
 def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Fraction of examples whose label set, a row of bool [N, C], is entirely correct."""
+    """Return the fraction of examples whose whole label set, a row of bool [N, C], is correct."""
     return float((true == predicted).all(1).mean()) if len(true) else 0.0
 
 
 def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return nll (nats), brier and ece of probabilities [N, C]; lower is better.
 
-    `true` has class numbers int64 [N], or sets of labels bool [N, C], where each label is a separate decision.
+    `true` has class indices int64 [N], or sets of labels bool [N, C]; each label is then a separate binary prediction.
     nll and brier are scikit-learn's log_loss and brier_score_loss; ece has 15 bins of equal width (Guo et al. 2017,
-    "On Calibration of Modern Neural Networks", equation 3), for labels over the probability of each label.
+    "On Calibration of Modern Neural Networks", equation 3), for label sets over the probabilities of all labels.
     """
     if true.ndim == 1:
         likelihood_N = probabilities[np.arange(len(true)), true]
         brier = ((probabilities**2).sum(1) - 2 * likelihood_N + 1).mean() / (2 if probabilities.shape[1] == 2 else 1)
-        confidences, right = probabilities.max(1), probabilities.argmax(1) == true
+        confidences, outcomes = probabilities.max(1), probabilities.argmax(1) == true
     else:
-        confidences, right = probabilities.ravel(), true.ravel()
-        likelihood_N = np.where(right, confidences, 1 - confidences)
+        confidences, outcomes = probabilities.ravel(), true.ravel()
+        likelihood_N = np.where(outcomes, confidences, 1 - confidences)
         brier = ((1 - likelihood_N) ** 2).mean()
     bins = np.minimum((confidences * _BINS).astype(int), _BINS - 1)
-    gaps = np.bincount(bins, right - confidences, _BINS)
+    gaps = np.bincount(bins, outcomes - confidences, _BINS)
     nll = -np.log(np.maximum(likelihood_N, np.finfo(np.float64).tiny)).mean()
-    return {"nll": float(nll), "brier": float(brier), "ece": float(np.abs(gaps).sum() / len(right))}
+    return {"nll": float(nll), "brier": float(brier), "ece": float(np.abs(gaps).sum() / len(outcomes))}
 
 
 def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
@@ -115,12 +115,12 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the Spearman correlation: the Pearson correlation of the ranks; ties have their mean rank."""
+    """Return the Spearman correlation: the Pearson correlation of the ranks; equal values get their mean rank."""
     return pearson(ranks(true), ranks(predicted))
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks from 1, float64 [N]; equal values have their mean rank."""
+    """Return the rank of each value, from 1, float64 [N]; equal values get their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
@@ -134,13 +134,13 @@ def _unit(values: np.ndarray) -> np.ndarray:
     return centered / np.linalg.norm(centered)
 
 
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros(np.shape(whole)), where=np.asarray(whole) > 0)
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    return np.divide(numerator, denominator, out=np.zeros(np.shape(denominator)), where=np.asarray(denominator) > 0)
 
 
 CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
     "accuracy": accuracy,
-    "macro_f1": lambda matrix: class_counts(matrix).macro_f1(present=True),
+    "macro_f1": lambda matrix: class_counts(matrix).macro_f1(only_present=True),
     "micro_f1": lambda matrix: class_counts(matrix).micro_f1,
     "matthews": matthews,
 }
@@ -148,7 +148,7 @@ CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
 
 LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "micro_f1": lambda true, predicted: label_counts(true, predicted).micro_f1,
-    "macro_f1": lambda true, predicted: label_counts(true, predicted).macro_f1(present=False),
+    "macro_f1": lambda true, predicted: label_counts(true, predicted).macro_f1(only_present=False),
     "subset_accuracy": subset_accuracy,
 }
 """Scores of label sets, from true and predicted sets, bool [N, C]."""

@@ -1,4 +1,4 @@
-"""Sources of labeled examples: GLUE's folders, data sets or files."""
+"""Reads labeled examples from GLUE's folders, data sets or files."""
 
 import json
 import logging
@@ -13,10 +13,10 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
-from finetune.tasks.datasets.annotations import Missing, left_out_line
-from finetune.tasks.datasets.labels import Label, Problem, decode_vectors, parse, rename, shown, sort_labels, unwrap
+from finetune.tasks.datasets.annotations import NoLabel, left_out_line
+from finetune.tasks.datasets.labels import Label, Problem, decode_vectors, excerpt, parse, rename, sort_labels, unwrap
 from finetune.tasks.datasets.surrogates import check_id, check_surrogates
-from finetune.tasks.datasets.table import Key, Table, listed
+from finetune.tasks.datasets.table import Key, Table, listing
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One document or pair; `label` is None if it has none."""
+    """A document or a pair of documents; `label` is None if unlabeled."""
 
     text: str
     pair: str | None
     label: Label | None
-    where: str  # its file and line, for messages
-    id: str | int | None = None
+    where: str  # file and line, for messages
+    id: str | int | None = None  # id in the file
     others: Mapping[str, Any] | None = None  # the other columns of its row, copied to the predictions
 
 
 class ExampleSource:
-    """Examples of one config. The training set defines the labels unless settings or state do.
+    """Reads the examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        problem: the kind of label.
+        problem: the problem type.
         state: what `state()` of the trained model returned.
     """
 
@@ -51,23 +51,23 @@ class ExampleSource:
     ) -> None:
         self._settings = settings
         self._problem: Problem = problem
-        # Training examples of each class or label, once they are read.
-        self.examples: dict[str, int] = dict(state.get("examples", {})) if state else {}
+        # {class or label: number of its training examples}, once they are read.
+        self.training_counts: dict[str, int] = dict(state.get("examples", {})) if state else {}
         self.tables = TableSource(settings)
-        self._logged: set[str] = set()
-        self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
+        self._logged: set[str] = set()  # warnings that were logged
+        self._names: dict[str, str] | None = None  # {label in the files: its name}, in the order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
         elif problem == "regression":
             self._names = {}
         elif settings.glue:
             self._names = {name: name for name in glue.TASKS[settings.glue].labels.values()}
-        elif settings.outputs:
-            self._names = {name: name for name in settings.outputs}
+        elif settings.configured_labels:
+            self._names = {name: name for name in settings.configured_labels}
 
     @property
     def names(self) -> dict[str, str]:
-        """{label in the files: its name}, in order of the outputs; read from the training set if still unknown."""
+        """{label in the files: its name}, in the order of the outputs; read from the training set if still unknown."""
         if self._names is None:
             self.read_train()
         assert self._names is not None
@@ -75,18 +75,18 @@ class ExampleSource:
 
     @property
     def class_weights(self) -> np.ndarray:
-        """float64 [C]: training weights of the classes or labels, from the settings or to balance the training set."""
+        """float64 [C]: weight of each class or label in the training loss, as set or balanced."""
         weights = self._settings.class_weights
         if weights != "balanced":
             return np.array([1.0 if weights == "none" else weights.get(name, 1.0) for name in self.names.values()])
-        if not self.examples:
+        if not self.training_counts:
             self.read_train()
-        # scikit-learn's compute_class_weight("balanced") over the classes that occur; 1 for the others.
-        counts = np.array([self.examples.get(name, 0) for name in self.names.values()])
+        # scikit-learn's compute_class_weight("balanced") over the classes that occur; 1 for other classes.
+        counts = np.array([self.training_counts.get(name, 0) for name in self.names.values()])
         return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
     def read_train(self) -> list[Example]:
-        """Return the training set without the part that `dev_share` holds out, or `train_examples` of it."""
+        """Return the training set, without the part that `dev_share` holds out; a sample if `train_examples` is set."""
         table = self._drop_unlabeled(self.tables.read("train"))
         raw = self._raw_labels(table)
         if self._names is None:
@@ -95,7 +95,7 @@ class ExampleSource:
         examples = self._examples(table, raw)
         if self._settings.dev_share:
             self.tables.check_no_dev()
-            examples = [example for example, held in zip(examples, self._held_out(examples), strict=True) if not held]
+            examples = self._select(examples, held_out=False)
         if not examples:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
@@ -103,40 +103,39 @@ class ExampleSource:
         examples = self._subsample(examples, table.source)
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
-        _log(checks.empty_texts(table))
+        _warn(checks.empty_texts(table))
         if self._problem != "regression":
-            _log(checks.rare_labels(self.names.values(), [example.label for example in examples], table.source))
-        self.examples = dict(Counter(name for example in examples for name in _classes(example)))
+            _warn(checks.rare_labels(self.names.values(), [example.label for example in examples], table.source))
+        self.training_counts = dict(Counter(name for example in examples for name in _classes(example)))
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """Return the dev sets, or the part of the training set that `dev_share` holds out."""
         if not self._settings.dev_share:
-            sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.parts("dev")}
+            sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.set_names("dev")}
             return {split: self._check_varied(self._examples(table, warn=True), table) for split, table in sets.items()}
         self.tables.check_no_dev()
         table = self._drop_unlabeled(self.tables.read("train"))
-        examples = self._examples(table)
-        held_out = [example for example, held in zip(examples, self._held_out(examples), strict=True) if held]
+        held_out = self._select(self._examples(table), held_out=True)
         if not held_out:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
-                "dev set empty; one example of each class is for training. Raise it, or add examples."
+                "dev set empty; one example of each class always stays in training. Raise it, or add examples."
             )
         return {"dev": self._check_varied(held_out, table)}
 
     def _check_varied(self, examples: list[Example], table: Table) -> list[Example]:
-        """Return `examples`; `InputError` if all have the same value, so that no correlation is defined."""
+        """Return `examples`; `InputError` for values that are all equal, so that no correlation is defined."""
         if self._problem == "regression" and len({example.label for example in examples}) == 1:
             raise InputError(
-                f"{table.source}: every example held out has the value {examples[0].label}, so that no correlation "
-                "can choose a checkpoint. Give a dev set with several values."
+                f"{table.source}: all dev examples have the value {examples[0].label}, so no correlation can be "
+                "computed to select a checkpoint. Use a dev set with different values."
             )
         return examples
 
     def read_test(self) -> dict[str, list[Example]]:
         """Return the test sets. Missing and unknown labels become None, with a warning in the log."""
-        sets = {split: self.tables.read_unlabeled(split) for split in self.tables.parts("test")}
+        sets = {split: self.tables.read_unlabeled(split) for split in self.tables.set_names("test")}
         return {
             split: self._examples(table, self._known_labels(table), warn=True)
             for split, table in sets.items()
@@ -146,15 +145,15 @@ class ExampleSource:
     def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
 
-        Without `labeled`, unknown labels become None, with a warning in the log.
+        If not `labeled`, unknown labels become None, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
         if labeled:
             return self._examples(self._drop_unlabeled(table))
         raw, name = self._known_labels(table), str(self.tables.keys.get("label", ""))
-        cells = [None if isinstance(cell, Missing) else cell for cell in table.columns.get("label", ())]
+        cells = [None if isinstance(cell, NoLabel) else cell for cell in table.columns.get("label", ())]
         if name and any(label is None and cell not in (None, "") for cell, label in zip(cells, raw, strict=False)):
-            # The column does not contain the model's labels: it is copied unchanged.
+            # The column has other labels than the model's: copy it to the predictions unchanged.
             others = [{**other_cells, name: cell} for other_cells, cell in zip(table.others, cells, strict=False)]
             table = replace(table, others=others)
         return self._examples(table, raw)
@@ -165,20 +164,22 @@ class ExampleSource:
         if isinstance(record, str):
             if pair_column is not None:
                 raise InputError(f'{where}: a string, but a pair is needed. Give {{"text": ..., "pair": ...}} as JSON.')
-            return Example(_text(record, where, "the text"), None, None, where)
+            return Example(_expect_text(record, where, "the text"), None, None, where)
         if not isinstance(record, Mapping):
-            raise InputError(f'{where}: {shown(record)} is neither a string nor an object such as {{"text": ...}}.')
+            raise InputError(f'{where}: {excerpt(record)} is neither a string nor an object such as {{"text": ...}}.')
         text = _field(record, where, self.tables.text_column, "text")
         if pair_column is not None:
             return Example(text, _field(record, where, pair_column, "pair"), None, where)
         if record.get("pair") is not None:
-            raise InputError(f"{where}: a pair, but the model was not trained on pairs. Leave `pair` out.")
+            raise InputError(f"{where}: a pair, but the model was not trained on pairs. Remove `pair`.")
         return Example(text, None, None, where)
 
-    def _held_out(self, examples: Sequence[Example]) -> list[bool]:
+    def _select(self, examples: Sequence[Example], *, held_out: bool) -> list[Example]:
+        """Return the examples that `dev_share` holds out, or the others."""
         texts = [f"{example.text}\0{example.pair or ''}" for example in examples]
         count = round(self._settings.dev_share * len(set(texts)))
-        return splits.held_out(texts, [_classes(example) for example in examples], count)
+        flags = splits.held_out(texts, [_classes(example) for example in examples], count)
+        return [example for example, flag in zip(examples, flags, strict=True) if flag == held_out]
 
     def _drop_unlabeled(self, table: Table) -> Table:
         """Return `table` without unlabeled rows, and log their number."""
@@ -186,7 +187,7 @@ class ExampleSource:
             return table
         cells = [unwrap(cell, self._problem) for cell in table.columns["label"]]
         table = replace(table, columns={**table.columns, "label": cells})
-        missing = [cell for cell in cells if isinstance(cell, Missing)]
+        missing = [cell for cell in cells if isinstance(cell, NoLabel)]
         if not missing:
             return table
         line = left_out_line(table.source, len(table), missing)
@@ -195,10 +196,10 @@ class ExampleSource:
         if line not in self._logged:  # with dev_share, the file is read twice
             logger.warning("%s", line)
         self._logged.add(line)
-        return table.select([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
+        return table.select([row for row, cell in enumerate(cells) if not isinstance(cell, NoLabel)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
-        """Return the labels as in the files; None for rows without any."""
+        """Return the labels as in the files; None for unlabeled rows."""
         separator = self._settings.label_separator
         return [
             None if cell is None else parse(cell, self._problem, separator, table.where(row))
@@ -206,9 +207,9 @@ class ExampleSource:
         ]
 
     def _cells(self, table: Table, errors: dict[int, str] | None = None) -> list[Any]:
-        """Return the label column, with 0-1 vectors replaced by lists of names; all None without such a column.
+        """Return the cells of the label column, with 0-1 vectors replaced by lists of names; None without a column.
 
-        With `wrong`, errors of rows are collected there instead of raised.
+        If `errors` is given, errors are collected in it, by row, instead of raised.
         """
         cells = table.columns.get("label")
         if cells is None:
@@ -222,9 +223,10 @@ class ExampleSource:
         """Return the labels as in the files, None where the label is missing or unknown to the model."""
         raw: list[Label | None] = [None] * len(table)
         cells = [unwrap(cell, self._problem) for cell in table.columns.get("label", [])]
-        if all(isinstance(cell, Missing) or cell == "" for cell in cells):
+        if all(isinstance(cell, NoLabel) or cell == "" for cell in cells):
             return raw
-        errors = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, Missing)}
+        missing = {row: cell.reason for row, cell in enumerate(cells) if isinstance(cell, NoLabel)}
+        errors = {row: f"{table.where(row)}: {reason}" for row, reason in missing.items()}
         cells = [None if row in errors else cell for row, cell in enumerate(cells)]
         table = replace(table, columns={**table.columns, "label": cells})
         for row, cell in enumerate(self._cells(table, errors)):
@@ -238,7 +240,7 @@ class ExampleSource:
                 errors[row] = str(error)
         if errors:
             logger.warning(
-                "%d of %d labels are missing or unknown, and left out; the first: %s",
+                "%d of %d labels are missing or unknown, and ignored; the first: %s",
                 len(errors),
                 len(table),
                 errors[min(errors)],
@@ -256,14 +258,14 @@ class ExampleSource:
         examples = []
         for row, (text, label) in enumerate(zip(texts, raw, strict=True)):
             where = table.where(row)
-            pair = None if pairs is None else _text(pairs[row], where, "the second text")
-            text = _text(text, where, "the text")
+            pair = None if pairs is None else _expect_text(pairs[row], where, "the second text")
+            text = _expect_text(text, where, "the text")
             check_id(ids[row], where)
-            identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
+            id_ = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
             others = table.others[row] if table.others else None
-            examples.append(Example(text, pair, rename(label, self.names, where), where, identity, others))
+            examples.append(Example(text, pair, rename(label, self.names, where), where, id_, others))
         if warn:
-            _log(checks.empty_texts(table))
+            _warn(checks.empty_texts(table))
         return examples
 
     def _subsample(self, examples: list[Example], source: str) -> list[Example]:
@@ -276,9 +278,8 @@ class ExampleSource:
             raise InputError(
                 f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
-
-        texts = [json.dumps([0, number, example.text, example.pair]) for number, example in enumerate(examples)]
-        dropped = splits.held_out(texts, [_classes(example) for example in examples], len(examples) - count)
+        keys = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
+        dropped = splits.held_out(keys, [_classes(example) for example in examples], len(examples) - count)
         return [example for example, is_dropped in zip(examples, dropped, strict=True) if not is_dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
@@ -289,61 +290,61 @@ class ExampleSource:
             return
         if len({example.label for example in examples}) == 1:
             raise InputError(
-                f"{source}: every example has the label {shown(examples[0].label)}. "
+                f"{source}: every example has the label {excerpt(examples[0].label)}. "
                 f"Give a training set with at least two{' values' if self._problem == 'regression' else ' classes'}."
             )
         if self._problem == "regression":
             deviation = float(np.array([example.label for example in examples], np.float64).std())
             if not 0.01 <= deviation <= 100:
                 logger.warning(
-                    "%s: values have a standard deviation of %.3g; the model predicts them unscaled and hardly learns. "
+                    "%s: values have a standard deviation of %.3g; the model predicts them unscaled and learns badly. "
                     "Scale them to about 1.",
                     source,
                     deviation,
                 )
 
     def _check_settings(self, source: str) -> None:
-        """Check that `positive` and `metric` fit the labels."""
+        """Raise `InputError` if `positive`, `class_weights` or `metric` do not fit the labels."""
         labels = list(self.names.values())
         if self._settings.positive and self._settings.positive not in labels:
             raise InputError(
-                f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
+                f"classification.positive: {self._settings.positive!r} is not a label; known: {listing(labels)}."
             )
         if self._settings.positive and (len(labels) != 2 or self._problem != "single_label"):
-            raise InputError(f"classification.positive: is one of two classes, and {source} has others. Leave it out.")
+            raise InputError("classification.positive: only supported for single_label with two classes. Remove it.")
         for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
             if name not in labels:
-                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listed(labels)}.")
+                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listing(labels)}.")
         if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
         if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
             raise InputError(
                 f"classification.metric: f1 needs a positive class; {source} has {labels[0]!r} and {labels[1]!r}. Set "
-                "classification.positive to the one to find, or use macro_f1."
+                "classification.positive to one of them, or use macro_f1."
             )
 
 
 def _classes(example: Example) -> tuple[str, ...]:
-    """Return the example's class or labels; () for a value."""
+    """Return the example's class or labels; () for a value or no label."""
     label = example.label
     return label if isinstance(label, tuple) else (label,) if isinstance(label, str) else ()
 
 
-def _log(warnings: Iterable[str]) -> None:
+def _warn(warnings: Iterable[str]) -> None:
     for warning in warnings:
         logger.warning("%s", warning)
 
 
 def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
-    """Return the string of the first key in `names` that the record has."""
+    """Return the string under the first key in `names` that the record has."""
     for name in names:
         if isinstance(name, str) and name in record:
-            return _text(record[name], where, repr(name))
-    raise InputError(f"{where}: no {names[-1]!r}; it has {listed(record) or 'nothing'}.")
+            return _expect_text(record[name], where, repr(name))
+    raise InputError(f"{where}: no {names[-1]!r}; it has {listing(record) or 'nothing'}.")
 
 
-def _text(value: Any, where: str, name: str) -> str:
+def _expect_text(value: Any, where: str, name: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where}: {name} is {shown(value)}, not text. Correct or remove it.")
+        raise InputError(f"{where}: {name} is {excerpt(value)}, not text. Correct or remove it.")
     check_surrogates(value, name, where)
     return value

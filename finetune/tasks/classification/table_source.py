@@ -1,4 +1,4 @@
-"""Tables of labeled examples of a config: GLUE's folders, data sets or files."""
+"""Reads the tables of labeled examples that a config names: GLUE's folders, data sets or files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,31 +12,31 @@ from finetune.tasks.datasets import glue, tables
 from finetune.tasks.datasets.annotations import class_rows
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, refuse_spreadsheet
-from finetune.tasks.datasets.table import Key, ReadForms, Table, TableFormat
+from finetune.tasks.datasets.table import Converter, Key, Table, TableFormat
 from pretrain.common.errors import InputError
 
 
 class TableSource:
-    """Tables of one config, with the columns text, pair and label."""
+    """Reads the tables of one config; their columns are renamed to text, pair and label."""
 
     def __init__(self, settings: ClassificationSettings) -> None:
         self._settings = settings
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
-    def parts(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the sets of `kind`, dev or test."""
+    def set_names(self, kind: str) -> tuple[str, ...]:
+        """Return the names of the dev sets or of the test sets; `kind` is dev or test."""
         if self._glue:
             return self._glue.dev if kind == "dev" else self._glue.test
         return (kind,) if getattr(self._settings, kind) else ()
 
     @property
     def text_column(self) -> Key:
-        """Name of the text column, or its number from 0."""
+        """Name of the text column, or its index from 0."""
         return self._glue.text if self._glue else self._settings.text_column
 
     @property
     def pair_column(self) -> Key | None:
-        """Name or number of the second text's column; None if examples are not pairs."""
+        """Name or index of the second text's column; None if examples are not pairs."""
         if self._glue:
             return self._glue.pair
         return None if self._settings.pair_column == "" else self._settings.pair_column
@@ -57,7 +57,7 @@ class TableSource:
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
 
-        A file with the training file's suffix is read with the same settings, any other by its suffix. Without
+        A file with the training file's suffix is read with the same settings, any other by its suffix. If not
         `labeled`, the label may be missing, the columns may be `text` and `pair`, and `.txt` has one example per line.
         """
         settings, file = self._settings, Path(path).expanduser()
@@ -79,16 +79,16 @@ class TableSource:
         if settings.glue and kind in ("", "tsv"):
             return glue.read_file(settings.glue, file, labeled=labeled)
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(file, layout, labeled=labeled, aliases=aliases, others=True)
+        table = self._read_table(file, layout, labeled=labeled, aliases=aliases, with_others=True)
         return self._rename_columns(table)
 
     def _unknown_format(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        plain = "" if self.pair_column is not None else ", or .txt for one input per line"
-        return f"{path}: its suffix does not name a table format. {known}{plain}, or give its lines on standard input."
+        txt = "" if self.pair_column is not None else ", or .txt for one input per line"
+        return f"{path}: its suffix does not name a table format. {known}{txt}, or pass its lines on standard input."
 
     def origin(self, name: str) -> str:
-        """Return the source of the set `name`."""
+        """Return where the set `name` comes from."""
         settings = self._settings
         if settings.glue:
             return f"GLUE {settings.glue} in {settings.glue_dir}"
@@ -133,19 +133,20 @@ class TableSource:
         *,
         labeled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
-        others: bool = False,
+        with_others: bool = False,
     ) -> Table:
         keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
-        if_unique = ["id"] if keys.count("id") == 1 else []  # not named by a setting
-        layout = replace(layout, forms=self._forms())
+        if_unique = ["id"] if keys.count("id") == 1 else []  # no setting names another id column
+        layout = replace(layout, convert=self._record_converter())
         return tables.read_table(
-            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, if_unique=if_unique
+            path, keys, layout=layout, optional=optional, aliases=aliases, with_others=with_others, if_unique=if_unique
         )
 
-    def _forms(self) -> ReadForms | None:
+    def _record_converter(self) -> Converter | None:
+        """Return the function that converts records of annotation tools; None if columns do not allow it."""
         keys = self.keys
         text, label = keys["text"], keys.get("label")
-        # A column "answer" that the config names is not Prodigy's.
+        # If the config names a column "answer", that column is not Prodigy's.
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
@@ -153,7 +154,7 @@ class TableSource:
         return partial(class_rows, texts=texts, label=label, inputs=inputs)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
-        """Return the columns that may be missing: ids, and labels unless `labeled`; never the text column."""
+        """Return the columns that may be missing: ids, and labels if not `labeled`; never the text column."""
         keys = self.keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
@@ -161,7 +162,7 @@ class TableSource:
 
     @property
     def keys(self) -> dict[str, Key]:
-        """{our name of a column: its name in the files}; `label_columns` are named label:0, label:1, ..."""
+        """{our name of a column: its name or index in the files}; `label_columns` are named label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
         if self._glue:
@@ -169,11 +170,11 @@ class TableSource:
                 key if isinstance(key, str) else name for key, name in ((text, "sentence"), (label, "label"))
             )
         pair = {} if self.pair_column is None else {"pair": self.pair_column}
-        one_hot = {f"label:{number}": key for number, key in enumerate(settings.label_columns)}
+        one_hot = {f"label:{index}": key for index, key in enumerate(settings.label_columns)}
         return {"text": text, **(one_hot or {"label": label}), **pair, "id": "id"}
 
     def _rename_columns(self, table: Table) -> Table:
-        """Return `table` with our names of the columns and of GLUE's labels."""
+        """Return `table` with our column names, and with our names of GLUE's labels."""
         keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
@@ -187,6 +188,6 @@ class TableSource:
 
     @property
     def _layout(self) -> TableFormat:
-        """The format of the config's files."""
+        """The format of the files, from the settings."""
         settings = self._settings
         return TableFormat(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)

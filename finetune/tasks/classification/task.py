@@ -9,15 +9,15 @@ import numpy as np
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.classification import checks
 from finetune.tasks.classification import metrics as metrics
-from finetune.tasks.classification.decoding import THRESHOLD, Outputs
+from finetune.tasks.classification.decoding import THRESHOLD, LabelDecoder
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Example, ExampleSource
+from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
-from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
+from finetune.tasks.datasets.text import FramedWindows, Slices, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
 from finetune.tasks.intervals import bootstrap
-from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ class Classification(Task[Example]):
         self.max_windows: int = settings.max_windows
         f1_task = self._glue if self._glue and "f1" in self._glue.scores else None
         self.positive = settings.positive or (list(f1_task.labels.values())[-1] if f1_task else "")
-        # Minimum probability of a predicted label; of two classes, of the positive one.
+        # Minimum probability to predict a label (multi_label) or the positive class (two classes).
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, state)
         keys = self._source.tables.keys.items()
         self.columns = {name.replace("label", "gold"): key for name, key in keys if isinstance(key, str)}
 
-    # ------------------------------------------------------------ the outputs
+    # ------------------------------------------------------------ outputs
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -78,11 +78,11 @@ class Classification(Task[Example]):
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
-            "examples": self._source.examples,
+            "examples": self._source.training_counts,
         }
 
     def set_threshold(self, value: float) -> None:
-        if self.problem != "multi_label" and not self._outputs().has_positive:
+        if self.problem != "multi_label" and not self._decoder().has_positive:
             super().set_threshold(value)
         if not 0 < value < 1:
             raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
@@ -101,7 +101,7 @@ class Classification(Task[Example]):
     def origin(self, name: str) -> str:
         return self._source.tables.origin(name)
 
-    # ------------------------------------------------------------ files in
+    # ------------------------------------------------------------ reading files
 
     def read_train(self) -> list[Example]:
         return self._source.read_train()
@@ -122,7 +122,7 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """Return {"id", "text", "pair", "gold": label name, list of names or value}; unknown ones are left out."""
+        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing ones."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}
@@ -131,13 +131,13 @@ class Classification(Task[Example]):
         return example.others or {}
 
     def first_value(self, examples: Sequence[Example]) -> float:
-        return float(self._true(examples).mean())
+        return float(self._true_labels(examples).mean())
 
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """Return one prediction per example (Outputs.predictions) from its mean window logits, float32 [F, C]."""
-        return self._outputs().predictions(_means(windows, logits)) if len(windows) else []
+        """Return one prediction per example (LabelDecoder.decode) from its windows' logits, float32 [F, C]."""
+        return self._decoder().decode(_mean_logits(windows, logits)) if len(windows) else []
 
     @property
     def tunes(self) -> bool:
@@ -146,65 +146,64 @@ class Classification(Task[Example]):
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
-        With a custom metric, micro F1 is used instead. Of equal thresholds, the one nearest to 0.5 is chosen. A
-        threshold in the settings is kept.
+        A custom metric is replaced by micro F1; of equal thresholds, the one nearest to 0.5 is chosen.
         """
         if not self.tunes or not examples:
             return
         predictions = self.decode(examples, windows, logits)
-        tuned = self.metric if self.metric in SCORES[self.problem] else SCORES[self.problem][0]
-        self.threshold = self._outputs().best_threshold(self._true(examples), predictions, tuned)
+        metric = self.metric if self.metric in SCORES[self.problem] else SCORES[self.problem][0]
+        self.threshold = self._decoder().best_threshold(self._true_labels(examples), predictions, metric)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the official scores of a GLUE task, otherwise all scores of `problem`, over the labeled examples.
+        """Return the official scores of a GLUE task, or else all scores of the problem type; {} without labels.
 
-        {} without labels. Sets of labels are computed from the probabilities and the current threshold.
+        Only labeled examples count. Sets of labels are predicted with the current threshold.
         """
         if not self.is_labeled(examples):
             return {}
         true, labeled = self._labeled(examples, predictions)
-        predicted = self._outputs().predicted(labeled)
-        scores = self._outputs().scores(true, predicted)
+        predicted = self._decoder().to_array(labeled)
+        scores = self._decoder().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
-        return scores | own_score(self.settings.metric, true, predicted)
+        return scores | custom_score(self.settings.metric, true, predicted)
 
     def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
         true, labeled = self._labeled(examples, predictions)
-        return metrics.calibration(self._outputs().probabilities(labeled), true) if self.labels and labeled else {}
+        return metrics.calibration(self._decoder().probabilities(labeled), true) if self.labels and labeled else {}
 
     def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
-        return self._outputs().best_temperature(self._true(examples), _means(windows, logits))
+        return self._decoder().best_temperature(self._true_labels(examples), _mean_logits(windows, logits))
 
     def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
         if ":" in self.settings.metric:  # a custom function may be slow
             return None
-        outputs, (true, labeled) = self._outputs(), self._labeled(examples, predictions)
-        predicted = outputs.predicted(labeled)
-        return bootstrap(lambda rows: outputs.scores(true[rows], predicted[rows])[self.metric], len(true))
+        decoder, (true, labeled) = self._decoder(), self._labeled(examples, predictions)
+        predicted = decoder.to_array(labeled)
+        return bootstrap(lambda rows: decoder.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return precision, recall and F1 of each class; for single_label also the confusion counts."""
         if not self.is_labeled(examples):
             return {}
-        return self._outputs().details(*self._labeled(examples, predictions))
+        return self._decoder().details(*self._labeled(examples, predictions))
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
         labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
         threshold = details.get("threshold", THRESHOLD)
-        return list(checks.never_predicted(labels, counts, self._source.examples, threshold))
+        return list(checks.never_predicted(labels, counts, self._source.training_counts, threshold))
 
-    def _outputs(self) -> Outputs:
-        return Outputs(self.problem, self.labels, self.positive, self.threshold)
+    def _decoder(self) -> LabelDecoder:
+        return LabelDecoder(self.problem, self.labels, self.positive, self.threshold)
 
     def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         """Return (true labels, predictions) of the labeled examples."""
         pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].label is not None]
-        return self._true([example for example, _ in pairs]), [prediction for _, prediction in pairs]
+        return self._true_labels([example for example, _ in pairs]), [prediction for _, prediction in pairs]
 
-    def _true(self, examples: Sequence[Example]) -> np.ndarray:
-        return self._outputs().encode([example.label for example in examples])
+    def _true_labels(self, examples: Sequence[Example]) -> np.ndarray:
+        return self._decoder().encode([example.label for example in examples])
 
     # ------------------------------------------------------------ windows
 
@@ -212,8 +211,8 @@ class Classification(Task[Example]):
         _overlap(encoder.capacity(pair=self.takes_pairs))
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
-        example, framed = self._cut(examples, encoder, thin=training)
-        labels, weights = self._true(examples), 1 / np.bincount(example, minlength=len(examples))[example]
+        example, framed = self._cut(examples, encoder, limited=training)
+        labels, weights = self._true_labels(examples), 1 / np.bincount(example, minlength=len(examples))[example]
         weights_C = self._source.class_weights if training else np.ones(self.outputs)
         if self.problem == "single_label":
             weights *= weights_C[labels[example]]
@@ -230,33 +229,33 @@ class Classification(Task[Example]):
         )
 
     def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
-        """Return labels for `Objective`, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
+        """Return the labels that `Objective` expects, weighted as in torch's CrossEntropyLoss and BCEWithLogitsLoss."""
         if self.problem == "multi_label":
             return (labels * weights_C).astype(np.float32)
         if self.problem == "regression" or not smoothing:
             return labels.astype(np.float32 if self.problem == "regression" else np.int64)
         # The weight of an example already includes the weight of its class.
-        others_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
-        return ((1 - smoothing) * np.eye(self.outputs)[labels] + others_NC).astype(np.float32)
+        spread_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        return ((1 - smoothing) * np.eye(self.outputs)[labels] + spread_NC).astype(np.float32)
 
     def _cut(
-        self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
+        self, examples: Sequence[Example], encoder: TextEncoder, *, limited: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (example of each window, int64 [F]; the windows)."""
+        """Return (index of each window's example, int64 [F]; windows); `limited`: at most `max_windows` each."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
             cut = slide(np.diff(first.starts), capacity, overlap)
-            example, start, length = self._thin(cut, len(examples)) if thin else cut
+            example, start, length = self._limit_windows(cut, len(examples)) if limited else cut
             return example, frame(encoder, _slices(first, example, start, length))
         second = encoder.encode([example.pair or "" for example in examples])
         cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
-        example, *spans = self._thin(cut, len(examples)) if thin else cut
+        example, *spans = self._limit_windows(cut, len(examples)) if limited else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
-    def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
-        """Keep at most `max_windows` windows of each example; `cut[0]` is the example of each window."""
+    def _limit_windows(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
+        """Keep at most `max_windows` windows of each example; `cut[0]` is the index of each window's example."""
         limit = self.settings.max_windows
         counts = np.bincount(cut[0], minlength=examples)
         long = counts > limit
@@ -275,19 +274,20 @@ class Classification(Task[Example]):
         return tuple(column[rows] for column in cut)
 
 
-def _means(windows: Windows, logits: np.ndarray) -> np.ndarray:
+def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:
     """Return the mean logits of each example's windows, float64 [N, C]."""
     starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
     counts = np.diff(starts, append=len(windows))
     return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
-def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
+def _slices(column: TokenizedTexts, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
+    """Return a slice for each window: `length` tokens from token `start` of the string with the index `text`."""
     return column.ids, column.starts[text] + start, length
 
 
 def _overlap(capacity: int) -> int:
-    """Return the number of tokens that adjacent windows of a long document share."""
+    """Return the number of tokens by which adjacent windows of a long document overlap."""
     if capacity < 4:
-        raise InputError(f"max_length: windows fit {capacity} tokens of text; at least 4 are needed. Raise it.")
+        raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
     return capacity // 4

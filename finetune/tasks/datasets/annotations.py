@@ -10,27 +10,27 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.tasks.datasets.table import listed
+from finetune.tasks.datasets.table import listing
 from pretrain.common.errors import InputError
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Takes the place of a label: the reason why there is none, as in "40 rejected"."""
+class NoLabel:
+    """Replaces the label of an unlabeled example; `reason` completes messages such as "40 rejected"."""
 
-    why: str
+    reason: str
 
 
-UNLABELED, _SKIPPED, _REJECTED = Missing("unlabeled"), Missing("skipped"), Missing("rejected")
-_DISPUTED, _MERGED = Missing("disputed by annotators"), Missing("merged with another annotation")
-_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": Missing("ignored")}
+UNLABELED, _SKIPPED, _REJECTED = NoLabel("unlabeled"), NoLabel("skipped"), NoLabel("rejected")
+_DISPUTED, _MERGED = NoLabel("disputed by annotators"), NoLabel("merged with another annotation")
+_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}  # {"answer" of Prodigy: reason}
 _METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
-def left_out_line(source: str, rows: int, missing: Iterable[Missing]) -> str:
+def left_out_line(source: str, rows: int, missing: Iterable[NoLabel]) -> str:
     """Return a line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
-    counts = Counter(entry.why for entry in missing)
-    reasons = ", ".join(f"{count:,} {why}" for why, count in counts.most_common())
+    counts = Counter(entry.reason for entry in missing)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     return f"{source}: {sum(counts.values()):,} of {rows:,} rows left out: {reasons}"
 
 
@@ -39,8 +39,8 @@ def is_prodigy(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("answer"), str) and record["answer"] in _ANSWERS
 
 
-def unused_reason(record: Mapping[str, Any]) -> Missing | None:
-    """Return why a record, or an annotation of a task, is not used; None if it is used."""
+def unused_reason(record: Mapping[str, Any]) -> NoLabel | None:
+    """Return why a record, or an annotation of a Label Studio task, is not used; None if it is used."""
     if record.get("was_cancelled") is True or record.get("skipped") is True:
         return _SKIPPED
     return _ANSWERS[record["answer"]] if is_prodigy(record) else None
@@ -52,11 +52,11 @@ def is_label_studio(record: Mapping[str, Any]) -> bool:
 
 
 def read_annotations(record: Mapping[str, Any], read: Callable[[list[Any]], Any]) -> Any:
-    """Apply `read` to the results of a task's annotations, which must agree; ground truth overrules the others."""
+    """Return what `read` finds in all annotations of a task, or only in ground truth; `NoLabel` if they disagree."""
     entries = [entry for entry in record["annotations"] if isinstance(entry, Mapping)]
     finished = [entry for entry in entries if unused_reason(entry) is None and isinstance(entry.get("result"), list)]
     finished = [entry for entry in finished if entry.get("ground_truth") is True] or finished
-    return _agreed([read(entry["result"]) for entry in finished]) if finished or not entries else _SKIPPED
+    return _consensus([read(entry["result"]) for entry in finished]) if finished or not entries else _SKIPPED
 
 
 def refuse_label_ids(record: Mapping[str, Any], where: str) -> None:
@@ -64,11 +64,11 @@ def refuse_label_ids(record: Mapping[str, Any], where: str) -> None:
     entries = record.get("annotations")
     ids = [entry.get("label") for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if any(type(label) is int for label in ids):
-        raise InputError(f"{where}: annotations have ids of labels, such as {ids[0]}. Export labels by their names.")
+        raise InputError(f"{where}: annotations have label ids, such as {ids[0]}. Export the names of the labels.")
 
 
 def example_key(record: Any, texts: Sequence[str]) -> Hashable:
-    """Return a key that is the same for all annotations of an example; None if records are separate examples."""
+    """Return a key shared by all annotations of an example; None if each record is a separate example."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_prodigy(record)):
         return None
     key = [record.get(name) for name in (["id"] if "annotation_id" in record else texts)]
@@ -76,19 +76,20 @@ def example_key(record: Any, texts: Sequence[str]) -> Hashable:
 
 
 def merge_annotations(values: list[Any], keys: Sequence[Hashable]) -> None:
-    """Keep one value per example key if all agree, and replace the other values by `Missing`."""
+    """In `values`, keep one value per example key if all agree; replace all others by `NoLabel`."""
     positions: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
-        if key is not None and not isinstance(values[position], Missing):
+        if key is not None and not isinstance(values[position], NoLabel):
             positions[key].append(position)
     for group in positions.values():
-        value = _agreed([values[position] for position in group])
+        value = _consensus([values[position] for position in group])
         values[group[0]] = value
         for position in group[1:]:
             values[position] = value if value is _DISPUTED else _MERGED
 
 
-def _agreed(values: Sequence[Any]) -> Any:
+def _consensus(values: Sequence[Any]) -> Any:
+    """Return the value that all annotations have; `NoLabel` if there is none."""
     if not values:
         return UNLABELED
     return values[0] if all(value == values[0] for value in values) else _DISPUTED
@@ -97,21 +98,21 @@ def _agreed(values: Sequence[Any]) -> Any:
 def class_rows(
     records: list[Any], where: Callable[[int], str], *, texts: Sequence[Any], label: str, inputs: Sequence[Any]
 ) -> list[Any]:
-    """Return `records` with the columns `texts` and `label`, which is `Missing` in unlabeled ones.
+    """Convert records of annotation tools to rows with the columns `texts` and `label`, a `NoLabel` if unlabeled.
 
     `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
     the location of an item, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
-    others = names - _METADATA - set(inputs)
-    # In Label Studio's short form, the labels may be the only column that is not an input.
-    is_only = "annotation_id" in names and label not in names and len(others) == 1
-    column = others.pop() if is_only else label
+    candidates = names - _METADATA - set(inputs)
+    # In Label Studio's short form, the label column may have any name if it is the only other column.
+    is_renamed = "annotation_id" in names and label not in names and len(candidates) == 1
+    column = candidates.pop() if is_renamed else label
     rows: list[Any] = []
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         if isinstance(record, dict) and is_label_studio(record):
-            record = _task_row(record, texts[0], label, where(number))
-        elif isinstance(record, dict) and (value := _record_label(record, column, where(number))) is not None:
+            record = _task_row(record, texts[0], label, where(index))
+        elif isinstance(record, dict) and (value := _record_label(record, column, where(index))) is not None:
             record = {**record, label: value}
         rows.append(record)
     if not any(isinstance(row, dict) and label in row for row in rows):
@@ -123,20 +124,20 @@ def class_rows(
 
 
 def _task_row(record: Mapping[str, Any], text: str, label: str, where: str) -> dict[str, Any]:
-    """Return the row of a Label Studio task; if it has a single string, this is `text`, whatever its name."""
+    """Return the row of a Label Studio task; if its data has a single string, that is the column `text`."""
     texts = [value for value in record["data"].values() if isinstance(value, str)]
-    only = {text: texts[0]} if len(texts) == 1 else {}
+    text_column = {text: texts[0]} if len(texts) == 1 else {}
     value = read_annotations(record, lambda result: _choices(result, label, where))
-    return {**only, **record["data"], "id": record.get("id"), label: value}
+    return {**text_column, **record["data"], "id": record.get("id"), label: value}
 
 
 def _record_label(record: Mapping[str, Any], column: str, where: str) -> Any:
-    """Return the label of a record, or None."""
+    """Return the label of a record, a `NoLabel`, or None if there is neither."""
     if (missing := unused_reason(record)) is not None:
         return missing
     if isinstance(record.get("accept"), list) and (is_prodigy(record) or "options" in record):
-        names = {item.get("id"): item.get("text") for item in record.get("options") or () if isinstance(item, Mapping)}
-        return sorted((names.get(item, item) if isinstance(item, int) else item for item in record["accept"]), key=str)
+        texts = {item.get("id"): item.get("text") for item in record.get("options") or () if isinstance(item, Mapping)}
+        return sorted((texts.get(item, item) if isinstance(item, int) else item for item in record["accept"]), key=str)
     value = record.get(column)
     if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
         return sorted(value["choices"], key=str)
@@ -146,11 +147,11 @@ def _record_label(record: Mapping[str, Any], column: str, where: str) -> Any:
 
 
 def _choices(result: list[Any], label: str, where: str) -> Any:
-    """Return the choices of one annotator, sorted."""
+    """Return the choices of one annotator for the column `label`, sorted."""
     entries = [entry for entry in result if isinstance(entry, Mapping) and isinstance(entry.get("value"), Mapping)]
     choices = [entry for entry in entries if isinstance(entry["value"].get("choices"), list)]
     names = {str(entry.get("from_name")) for entry in choices}
     if label not in names and len(names) > 1:
-        raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
+        raise InputError(f"{where}: choices of {listing(sorted(names))}. Set label_column to one of them.")
     choices = [entry for entry in choices if label not in names or entry.get("from_name") == label]
     return sorted((name for entry in choices for name in entry["value"]["choices"]), key=str)

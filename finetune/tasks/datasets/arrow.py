@@ -1,4 +1,4 @@
-"""Parquet files and Hugging Face data sets; class numbers are converted to names."""
+"""Reads Parquet files and Hugging Face data sets; class indices are converted to names."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -24,19 +24,19 @@ def read_dataset(
 ) -> Table:
     """Read the named `columns` of a split of a folder written by save_to_disk, or of a data set on the hub.
 
-    Class numbers become names. `where` is the section of the config, for errors.
+    Class indices become names. `where` is the section of the config, for errors.
     """
     from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
 
     requested = RequestedColumns(columns, optional)
-    label = f"{name}[{split}]"
+    source = f"{name}[{split}]"
     folder = Path(name).expanduser()
     if folder.is_dir():
         if split != "train" and not (folder / "dataset_dict.json").exists():
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
-        present = list(requested.resolve(names, label).values())
+        present = list(requested.resolve(names, source).values())
         values = dataset.with_format(None).select_columns(present)[:]
     else:
         if not revision:
@@ -47,13 +47,13 @@ def read_dataset(
         dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
-        present = requested.resolve(names, label).values()
+        present = requested.resolve(names, source).values()
         values = {column: [row.get(column) for row in rows] for column in present}
-    return _with_classes(values, requested.resolve(names, label), dataset.features or {}, label)
+    return _to_table(values, requested.resolve(names, source), dataset.features or {}, source)
 
 
 def read_parquet(path: Path, requested: RequestedColumns) -> Table:
-    """Read the columns `requested` of a Parquet file."""
+    """Read the requested columns of a Parquet file."""
     expect(str(path), "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -65,30 +65,30 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
             present = requested.resolve(schema.names, str(path))
-            table = file.read(None if requested.others else list(present.values()))
+            table = file.read(None if requested.with_others else list(present.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
     values = {name: _arrow_values(path, table[name]) for name in table.column_names}
-    table_with_names = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
-    if not requested.others:
-        return table_with_names
+    selected = _to_table(values, present, _arrow_features(schema.metadata or {}), str(path))
+    if not requested.with_others:
+        return selected
     rest = [name for name in values if name not in present.values()]
-    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(table_with_names)
-    return replace(table_with_names, others=[dict(zip(rest, row, strict=True)) for row in rows])
+    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(selected)
+    return replace(selected, others=[dict(zip(rest, row, strict=True)) for row in rows])
 
 
-def _with_classes(
+def _to_table(
     values: Mapping[str, list[Any]], present: Mapping[Key, str], features: Mapping[str, Any], source: str
 ) -> Table:
-    """Return the columns `present` ({column: its name in `values`}), with class names instead of numbers."""
+    """Return the columns `present` ({column: its name in `values`}), with class names instead of indices."""
     classes: dict[Key, list[str]] = {
         column: names for column, name in present.items() if (names := _class_names(features.get(name)))
     }
-    named: dict[Key, list[Any]] = {
+    cells: dict[Key, list[Any]] = {
         column: _with_class_names(values[name], classes.get(column, [])) for column, name in present.items()
     }
-    rows = len(next(iter(named.values()), []))
-    return Table(named, source, range(1, 1 + rows), ": row ", classes)
+    rows = len(next(iter(cells.values()), []))
+    return Table(cells, source, range(1, 1 + rows), ": row ", classes)
 
 
 def _arrow_values(path: Path, column: Any) -> list[Any]:
@@ -122,11 +122,11 @@ def _class_names(feature: Any) -> list[str]:
 
 
 def _with_class_names(values: list[Any], names: list[str]) -> list[Any]:
-    """Replace class numbers by names; -1, which `datasets` writes for a missing label, by None."""
+    """Replace class indices by names; -1, which `datasets` writes for a missing label, by None."""
 
-    def named(value: Any) -> Any:
+    def to_name(value: Any) -> Any:
         if isinstance(value, list):
-            return [named(item) for item in value]
+            return [to_name(item) for item in value]
         return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
-    return [named(value) for value in values] if names else values
+    return [to_name(value) for value in values] if names else values

@@ -1,8 +1,8 @@
-"""Sentences in CoNLL columns.
+"""Reads sentences from CoNLL columns.
 
-One word per line. An empty line (spaces and tabs allowed) separates sentences; `-DOCSTART-` or `# newdoc` separates
-documents. The file's first word line decides whether tabs or runs of spaces separate columns. Lines before a sentence
-that start with `#` are comments, unless they have the columns and tag of a word.
+Each line has one word. An empty line (spaces and tabs allowed) separates sentences; `-DOCSTART-` or `# newdoc`
+separates documents. The file's first word line determines whether tabs or runs of spaces separate columns. Lines before
+a sentence that start with `#` are comments, unless they have the columns and tag of a word.
 """
 
 import re
@@ -12,8 +12,8 @@ from finetune.tasks.datasets.sentences import Remarks, Sentence
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
-_BLANKS = re.compile("[ \t]+")
-_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
+_SPACES = re.compile("[ \t]+")
+_LANGUAGE_PREFIX = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
 _TAG = re.compile(r"O|[BIESLU](?:-.+)?")
 _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 
@@ -25,10 +25,10 @@ def read_columns(
 
     Args:
         path: the file, for messages.
-        lines: its lines.
-        token_column, label_column: numbers from 0; negative ones count from the last.
+        lines: the lines of the file.
+        token_column, label_column: indices from 0; negative ones count from the last column.
         remarks: collects warnings.
-        labeled: tags are required.
+        labeled: whether tags are required.
     """
     width, tabs = 0, False
     words_only = not labeled and _has_one_column(lines)
@@ -45,8 +45,9 @@ def read_columns(
         if not line or line.startswith("-DOCSTART-"):
             if words:
                 document.append(words)
-                first, index = number - len(words), len(document) - 1
-                sentences.append(Sentence(words, tags, path, first, lined=True, document=document, index=index))
+                start, index = number - len(words), len(document) - 1
+                sentence = Sentence(words, tags, path, start, one_word_per_line=True, document=document, index=index)
+                sentences.append(sentence)
                 words, tags = [], None if tags is None else []
             if line:
                 document = []
@@ -56,33 +57,33 @@ def read_columns(
         fields = _fields(line, tabs)
         if len(fields) != width:
             if width:
-                raise InputError(_ragged(path, number, len(fields), width, tabs))
+                raise InputError(_width_error(path, number, len(fields), width, tabs))
             width = len(fields)
-            token_index = 0 if words_only else _column(path, number, "token_column", token_column, width)
-            label_index = 0 if words_only else _column(path, number, "label_column", label_column, width)
+            token_index = 0 if words_only else _column_index(path, number, "token_column", token_column, width)
+            label_index = 0 if words_only else _column_index(path, number, "label_column", label_column, width)
             tags = None if label_index == token_index else []
         words.append(fields[token_index])
         if tags is not None:
             tags.append(fields[label_index])
-    return _without_language(sentences, remarks)
+    return _remove_language_prefix(sentences, remarks)
 
 
 def _fields(line: str, tabs: bool) -> list[str]:
     # split() without an argument would split at no-break spaces, which may be words.
-    return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
+    return line.split("\t") if tabs else _SPACES.split(line.strip(" \t"))
 
 
 def _has_one_column(lines: list[str]) -> bool:
     """Return whether the first line that cannot be a comment has one column; all others must then have one too."""
-    lined = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
-    first = next(lined, "").rstrip(" \t\r")
+    word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
+    first = next(word_lines, "").rstrip(" \t\r")
     return len(_fields(first, "\t" in first)) == 1
 
 
 def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_only: bool) -> bool:
     """Return whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
 
-    `width` and `tabs` describe the file, 0 and False before its first word. `words_alone`: the file has one column.
+    Before the file's first word, `width` (its number of columns) is 0. `words_only`: the file has one column, of words.
     """
     if not line.startswith("#"):
         return False
@@ -95,12 +96,12 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
 
 
 def are_tagged(lines: list[str], label_column: int) -> bool:
-    """Return whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
+    """Return whether all lines have the same number of columns, with a tag in `label_column`, unlike plain text.
 
     B or I without a type is a tag only if there is an O, too: "so do I" is plain text.
     """
     rows = [
-        _BLANKS.split(line.strip(" \t\r"))
+        _SPACES.split(line.strip(" \t\r"))
         for line in lines
         if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-"))
     ]
@@ -111,7 +112,7 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
     return all(map(_TAG.fullmatch, tags)) and ("O" in tags or any("-" in tag for tag in tags))
 
 
-def _column(path: str, line: int, name: str, column: int, width: int) -> int:
+def _column_index(path: str, line: int, name: str, column: int, width: int) -> int:
     if not -width <= column < width:
         raise InputError(
             f"{path}:{line}: the line has {counted(width, 'column')}, numbered from 0, but {name} is "
@@ -120,7 +121,7 @@ def _column(path: str, line: int, name: str, column: int, width: int) -> int:
     return column % width
 
 
-def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
+def _width_error(path: str, line: int, count: int, width: int, tabs: bool) -> str:
     separator = "tabs" if tabs else "spaces"
     return (
         f"{path}:{line}: {counted(count, 'column')}, separated by {separator}, but the first line of "
@@ -128,15 +129,15 @@ def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
     )
 
 
-def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
-    """Remove the language prefix of WikiANN's files (Pan et al. 2017), `en:Paris`, if every word has it."""
-    if not sentences or not (match := _LANGUAGE.match(sentences[0].words[0])):
+def _remove_language_prefix(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
+    """Remove the language prefix of words in WikiANN's files (Pan et al. 2017), `en:Paris`, if every word has it."""
+    if not sentences or not (match := _LANGUAGE_PREFIX.match(sentences[0].words[0])):
         return sentences
     prefix = match[0]
     if not all(word.startswith(prefix) and word != prefix for sentence in sentences for word in sentence.words):
         return sentences
     remarks.add(f"every word starts with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
     for sentence in sentences:
-        # In place, because the documents share these lists.
+        # In place, because `document` refers to the same lists.
         sentence.words[:] = [word[len(prefix) :] for word in sentence.words]  # pyright: ignore[reportIndexIssue]
     return sentences

@@ -1,4 +1,4 @@
-"""CSV and TSV."""
+"""Reads CSV and TSV files."""
 
 import io
 import itertools
@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
 
-_DECLARED = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')
+_DELIMITER_LINE = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')  # Excel's delimiter line, such as sep=;
 
 
 def read_delimited(
@@ -22,40 +22,40 @@ def read_delimited(
     requested: RequestedColumns,
     on_skipped: Callable[[str], None] | None,
 ) -> Table:
-    """Return the columns `requested` from the content of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
-    text, declared = _split_declaration(text)
-    delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
+    """Parse the requested columns of `text`, the content of a file; `on_skipped` as in `tables.read_table`."""
+    text, declared_delimiter = _split_declaration(text)
+    delimiter = layout.delimiter or declared_delimiter or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are skipped, except between other rows of a file with one column, where they are empty cells.
+    # Blank rows are skipped, except between other rows of a file with one column: they are its empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
-    first_line, first = next(rows)
-    names = first if layout.header else []
+    first_line, first_row = next(rows)
+    names = first_row if layout.header else []
     if not names:
-        rows = itertools.chain([(first_line, first)], rows)
-    width = len(first)
+        rows = itertools.chain([(first_line, first_row)], rows)
+    width = len(first_row)
     positions = _positions(path, requested, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    extra = {str(name): index for index, name in enumerate(names or range(width)) if index not in positions.values()}
+    rest = {str(name): index for index, name in enumerate(names or range(width)) if index not in positions.values()}
     others: list[dict[str, str]] = []
     lines = []
     targets = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
             if on_skipped is None:
-                raise InputError(_ragged(path, line, len(fields), width, names, kind))
+                raise InputError(_width_error(path, line, len(fields), width, names, kind))
             on_skipped(f"{path}:{line}")
             continue
         lines.append(line)
         for column, position in targets:
             column.append(fields[position])
-        if requested.others:
-            others.append({name: fields[position] for name, position in extra.items()})
+        if requested.with_others:
+            others.append({name: fields[position] for name, position in rest.items()})
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
 
 def _split_declaration(text: str) -> tuple[str, str]:
-    """Return (text, delimiter that Excel declared in its first line); the declaration is removed from the text."""
-    match = _DECLARED.match(text)
+    """Return (text without Excel's delimiter line, the delimiter declared there); without such a line, (text, "")."""
+    match = _DELIMITER_LINE.match(text)
     return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
@@ -84,7 +84,7 @@ def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
 
 
 def _positions(path: Path, requested: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
-    """Return the position of each column in a row."""
+    """Return {column: its index in a row}, without missing optional columns."""
     positions: dict[Key, int] = {}
     for column in requested.columns:
         if isinstance(column, int) and 0 <= column < width:
@@ -95,12 +95,12 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
             positions[column] = names.index(name)
             continue
         if column not in requested.optional:
-            existing = f"it has {listed(names)}" if names else f"its rows have {width}, numbered from 0"
+            existing = f"it has {listing(names)}" if names else f"each row has {width}, numbered from 0"
             raise InputError(f"{path}:1: no column {column!r}; {existing}. Set the column, `header` or `delimiter`.")
     return positions
 
 
-def _ragged(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
+def _width_error(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
     origin = "the header has" if names else "the first row has"
     hint = (
         "Set `quoting: standard` if cells are quoted"

@@ -26,9 +26,9 @@ def plain_stem(path: Path) -> str:
 
 
 def refuse_spreadsheet(path: Path) -> None:
-    """Raise `InputError` if the file is a spreadsheet by its suffix."""
+    """Raise `InputError` if the file has the suffix of a spreadsheet."""
     if path.suffix.lower() in _SPREADSHEETS:
-        raise InputError(f"{path}: a spreadsheet, which is not read. Save it as CSV UTF-8 in Excel (File, Save As).")
+        raise InputError(f"{path}: spreadsheets are not supported. Save it as CSV UTF-8 in Excel (File, Save As).")
 
 
 def is_encoding(name: str) -> bool:
@@ -46,7 +46,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     Args:
         path: the file.
         encoding: name of a Python text encoding; with utf-8, a file with a byte-order mark of UTF-16 is read as UTF-16.
-        advice: further advice about wrongly encoded bytes, appended to the error.
+        advice: appended to the error about bytes that are not in the encoding.
 
     Raises:
         InputError: the file is missing, damaged, or not in this encoding.
@@ -63,11 +63,11 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its permissions.") from None
     if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"  # UTF-8 cannot start with these bytes
-    mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
+    bom = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
     try:
-        return raw[len(mark) :].decode(encoding)
+        return raw[len(bom) :].decode(encoding)
     except UnicodeDecodeError as error:
-        at = len(mark) + error.start
+        at = len(bom) + error.start
         line = raw.count(b"\n", 0, at) + 1
         raise InputError(
             f"{path}:{line}: byte {at} (0x{raw[at]:02x}) is not {encoding.upper()}. Save the file as UTF-8{advice}."

@@ -22,27 +22,27 @@ logger = logging.getLogger(__name__)
 Name = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
 
 Results = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""task -> set, such as dev -> score -> fraction of 1, as `Task.score` returns them."""
+"""{task: {set, such as dev: {score: value, as returned by `Task.score`}}}."""
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task: its text and label columns, the names of its labels, and its scores."""
+    """A GLUE task: columns and sets of its files, names of its labels, and its scores."""
 
-    title: str  # name of its folder and its submission
+    title: str  # name of the task, its folder and its submission
     labels: dict[str, str]  # {label in the files: our name}, in the order of `datasets`' glue; {} for values
-    text: Key = "sentence1"
-    pair: Key | None = "sentence2"
-    label: Key = "label"
-    scores: tuple[str, ...] = ("accuracy",)  # reported by GLUE
-    metric: str = "accuracy"  # for two scores, their mean, as in GLUE's overall score (Wang et al., section 3)
+    text: Key = "sentence1"  # column of the text, or of the first text of a pair
+    pair: Key | None = "sentence2"  # column of the second text; None without pairs
+    label: Key = "label"  # column of the label
+    scores: tuple[str, ...] = ("accuracy",)  # scores that GLUE reports
+    metric: str = "accuracy"  # selects the checkpoint: GLUE's score, or the mean of its two (Wang et al., section 3)
     folders: tuple[str, ...] = ()  # other names of its folder
-    dev: tuple[str, ...] = ("dev",)
-    test: tuple[str, ...] = ("test",)
+    dev: tuple[str, ...] = ("dev",)  # names of its dev sets
+    test: tuple[str, ...] = ("test",)  # names of its test sets
 
 
 _NLI = {"entailment": "entailment", "not_entailment": "not_entailment"}
-_TRUE = {"0": "not_entailment", "1": "entailment"}
+_WNLI = {"0": "not_entailment", "1": "entailment"}
 _ACCURACY_F1 = ("accuracy", "f1", "accuracy_and_f1")
 
 TASKS: dict[str, GlueTask] = {
@@ -93,7 +93,7 @@ TASKS: dict[str, GlueTask] = {
     ),
     "qnli": GlueTask("QNLI", _NLI, text="question", pair="sentence", folders=("qnliv2",)),
     "rte": GlueTask("RTE", _NLI),
-    "wnli": GlueTask("WNLI", _TRUE),
+    "wnli": GlueTask("WNLI", _WNLI),
 }
 
 
@@ -105,12 +105,12 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
 
     Args:
         name: a key of `TASKS`.
-        folder: the parent of the tasks' folders, or the task's folder; case and punctuation of names are ignored.
-        split: train, or one of the task's `dev` or `test`, which has no labels.
+        folder: the task's folder or its parent; case and punctuation of folder names are ignored.
+        split: train, or one of the task's `dev` or `test` sets; test sets have no labels.
     """
     task = TASKS[name]
     task_folder = _task_folder(name, folder)
-    path = _find_diagnostic(task_folder) if split == "diagnostic" else _find(task_folder, f"{split}.tsv")
+    path = _find_diagnostic(task_folder) if split == "diagnostic" else _find_file(task_folder, f"{split}.tsv")
     if path is None:
         return None
     if split in task.test:
@@ -138,11 +138,11 @@ def _task_folder(name: str, folder: Path | str) -> Path:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
-    subfolders = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
+    subfolders = {_normalize(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
     for folder_name in (name, *TASKS[name].folders):
         if folder_name in subfolders:
             return subfolders[folder_name]
-    if _plain(folder.resolve().name) in (name, *TASKS[name].folders) or _find(folder, "train.tsv"):
+    if _normalize(folder.resolve().name) in (name, *TASKS[name].folders) or _find_file(folder, "train.tsv"):
         return folder
     raise InputError(
         f"classification.glue_dir: {folder}: has no folder {TASKS[name].title}. Its folders: "
@@ -150,11 +150,11 @@ def _task_folder(name: str, folder: Path | str) -> Path:
     )
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _find(folder: Path, name: str) -> Path | None:
+def _find_file(folder: Path, name: str) -> Path | None:
     """Return the file with this lower-case name, ignoring case; None if there is none."""
     return next((item for item in sorted(folder.iterdir()) if item.name.lower() == name), None)
 
@@ -162,9 +162,9 @@ def _find(folder: Path, name: str) -> Path | None:
 def _find_diagnostic(task_folder: Path) -> Path | None:
     """Return GLUE's diagnostic set for MNLI models: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
     folders = [item for item in sorted(task_folder.parent.iterdir()) if item.is_dir()]
-    folders = [item for item in folders if _plain(item.name) in ("ax", "diagnostic")]
+    folders = [item for item in folders if _normalize(item.name) in ("ax", "diagnostic")]
     folders = [task_folder, task_folder.parent, *folders]
-    candidates = (_find(folder, name) for folder in folders for name in ("ax.tsv", "diagnostic.tsv"))
+    candidates = (_find_file(folder, name) for folder in folders for name in ("ax.tsv", "diagnostic.tsv"))
     return next((path for path in candidates if path), None)
 
 
@@ -219,7 +219,7 @@ def write_submission(
             official one is written with a warning, because the site rejects it.
         folder: folder to write.
     """
-    official = {label: official_label for official_label, label in TASKS[task].labels.items()}
+    official_labels = {label: official_label for official_label, label in TASKS[task].labels.items()}
     paths = []
     for split, items in predictions.items():
         name, rows = _SUBMISSIONS[task, split]
@@ -230,7 +230,7 @@ def write_submission(
         with atomic_open(path) as file:
             file.write(b"index\tprediction\n")
             for index, item in enumerate(items):
-                text = official[item["label"]] if official else f"{min(max(item['value'], 0.0), 5.0):.3f}"
+                text = official_labels[item["label"]] if official_labels else f"{min(max(item['value'], 0.0), 5.0):.3f}"
                 file.write(f"{index}\t{text}\n".encode())
         paths.append(path)
     return paths
@@ -249,7 +249,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("MRPC", "mrpc", "", "f1"),
     ("RTE", "rte", "", "accuracy"),
 )
-"""(heading, task, part of the set's name, score): the nine columns of Devlin et al., table 1; WNLI is left out."""
+"""(heading, task, part of the set's name, score): the nine columns of Devlin et al., table 1, which excludes WNLI."""
 
 PAPER: dict[str, tuple[float, ...]] = {
     "BERT-Base, test": (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4),
@@ -257,11 +257,11 @@ PAPER: dict[str, tuple[float, ...]] = {
 }
 """Rows of Devlin et al., table 1, scored by the GLUE server."""
 
-_MISSING = "–"  # shown if a score is missing
+_MISSING = "–"  # cell of a missing score
 
 
 def paper_row(results: Results) -> list[float | None]:
-    """Return our dev scores, in per cent, in the paper's columns; None if missing."""
+    """Return our dev scores in per cent, one per column of the paper's table; None if missing."""
     row: list[float | None] = []
     for _, task, part, score in COLUMNS:
         value = results.get(task, {}).get(f"dev_{part}" if part else "dev", {}).get(score)
@@ -270,10 +270,10 @@ def paper_row(results: Results) -> list[float | None]:
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Return headings, the paper's rows and our row; averages are over the columns that our row has."""
+    """Return the headings, the paper's rows and our row; averages are over the columns for which we have a score."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     our_row = rows[f"{name}, dev"]
-    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if None in our_row else "average"]]
+    lines = [["", *(heading for heading, *_ in COLUMNS), "average (our columns)" if None in our_row else "average"]]
     for title, values in rows.items():
         known = [value for value, ours in zip(values, our_row, strict=True) if value is not None and ours is not None]
         lines.append([title, *map(_cell, values), _cell(sum(known) / len(known) if known else None)])
@@ -281,7 +281,7 @@ def table_rows(results: Results, *, name: str) -> list[list[str]]:
 
 
 def format_table(lines: list[list[str]]) -> str:
-    """Format the `table_rows` as Markdown, with the list of missing columns."""
+    """Format `lines` from `table_rows` as a Markdown table, followed by a list of missing columns."""
     missing = [heading for heading, cell in zip(lines[0], lines[-1], strict=True) if cell == _MISSING]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = "\n".join(

@@ -5,19 +5,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel
 from finetune.tasks.datasets.surrogates import check_surrogates
-from finetune.tasks.datasets.table import listed
+from finetune.tasks.datasets.table import listing
 from pretrain.common.errors import InputError
 from pretrain.common.wording import nearest
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
-_TRUTHS: dict[Any, bool] = {0: False, 1: True}  # 0.0 and True are equal to these keys
-_TEXT_TRUTHS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_FLAGS: dict[Any, bool] = {0: False, 1: True}  # 0.0 and True are equal to these keys
+_FLAG_STRINGS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 Label = str | tuple[str, ...] | float
-"""By problem: a class name, the names of a set of labels, or a value."""
+"""By problem type: a class name, the names of a set of labels, or a value."""
 
 
 def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
@@ -28,15 +28,15 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
         where: the cell's location, for errors.
     """
     if problem == "single_label":
-        return _name(cell, where)
+        return _class_name(cell, where)
     return _value(cell, where) if problem == "regression" else _label_set(cell, separator, where)
 
 
 def unwrap(cell: Any, problem: Problem) -> Any:
-    """Return `cell`, or the only item of a list if examples have one label; `Missing` if there is no label."""
+    """Return the label in `cell`, which may be a list of one item unless multi_label; `NoLabel` if there is none."""
     if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
-            return Missing("with several labels")
+            return NoLabel("with several labels")
         cell = cell[0] if cell else None
     is_blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
     return UNLABELED if is_blank or cell is None or cell != cell else cell  # NaN differs from itself
@@ -76,50 +76,51 @@ def decode_vectors(
         separator: as in `parse`.
         names: labels in the order of the vectors; empty if unknown.
         where: returns the location of a row, for errors.
-        strict: the cells must be vectors; otherwise, cells of any other form are names.
+        strict: the cells must be vectors; if false, other cells are returned unchanged, as names.
         errors: collects the error of each invalid row, instead of raising `InputError`.
     """
     filled = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
-    vectors = {row: _truths(_parts(cell, separator), strings=strict or bool(separator)) for row, cell in filled.items()}
-    widths = {None if truths is None else len(truths) for truths in vectors.values()}
+    strings = strict or bool(separator)
+    vectors = {row: _parse_flags(_parts(cell, separator), strings=strings) for row, cell in filled.items()}
+    widths = {None if flags is None else len(flags) for flags in vectors.values()}
     if not strict and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
         return list(cells)
     converted = list(cells)
-    for row, truths in vectors.items():
-        if error := _vector_error(truths, names):
+    for row, flags in vectors.items():
+        if error := _vector_error(flags, names):
             if errors is None:
-                raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
-            errors[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
+                raise InputError(f"{where(row)}: labels is {excerpt(cells[row])}{error}")
+            errors[row] = f"{where(row)}: labels is {excerpt(cells[row])}{error}"
         else:
-            converted[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
+            converted[row] = [name for name, flag in zip(names, flags or (), strict=True) if flag]
     return converted
 
 
-def shown(value: Any) -> str:
-    """Format a value for a message, shortened."""
+def excerpt(value: Any) -> str:
+    """Format a value for a message, at most 60 characters."""
     text = "empty" if value is None or value == "" else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
-    """Return why these are not the labels of a row; "" if they are."""
-    if truths is None:
-        return f"; expected 0 or 1 for each of {listed(names)}."
+def _vector_error(flags: list[bool] | None, names: Sequence[str]) -> str:
+    """Return why `flags` is not a vector with a value for each of `names`; "" if it is."""
+    if flags is None:
+        return f"; expected 0 or 1 for each of {listing(names)}."
     if not names:
         return ". Set `labels` to the names of these values, in order."
-    if len(truths) != len(names):
-        return f", but there are {len(names)} labels: {listed(names)}."
+    if len(flags) != len(names):
+        return f", but there are {len(names)} labels: {listing(names)}."
     return ""
 
 
-def _name(cell: Any, where: str) -> str:
+def _class_name(cell: Any, where: str) -> str:
     """Return a string without surrounding spaces; numbers and booleans in JSON notation."""
     if isinstance(cell, float) and cell.is_integer():
-        cell = int(cell)  # integers in a column with missing values are read as floats
+        cell = int(cell)  # pandas stores integer columns with missing values as floats
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
-        raise InputError(f"{where}: label is {shown(cell)}. Give each example the name of its label, or remove it.")
+        raise InputError(f"{where}: label is {excerpt(cell)}. Give each example the name of its label, or remove it.")
     check_surrogates(name, "the label", where)
     return name
 
@@ -127,11 +128,11 @@ def _name(cell: Any, where: str) -> str:
 def _label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
     parts = _parts(cell, separator)
     if not isinstance(parts, list):
-        raise InputError(f"{where}: labels is {shown(cell)}, not a JSON list. Write one, or set `label_separator`.")
-    names = tuple(_name(part, where) for part in parts)
+        raise InputError(f"{where}: labels is {excerpt(cell)}, not a JSON list. Write one, or set `label_separator`.")
+    names = tuple(_class_name(part, where) for part in parts)
     if len(set(names)) < len(names):
         raise InputError(
-            f"{where}: labels is {shown(cell)}, where one occurs twice. Give each once; or if they are 0-1 vectors, "
+            f"{where}: labels is {excerpt(cell)}, with a repeated label. Give each once; or if these are 0-1 vectors, "
             "give all of them the same length."
         )
     return names
@@ -149,9 +150,9 @@ def _parts(cell: Any, separator: str) -> Any:
         return None
 
 
-def _truths(values: Any, *, strings: bool) -> list[bool] | None:
-    """Return the values of a 0-1 vector, which may be strings if `strings`; None for anything else."""
-    known = _TRUTHS | (_TEXT_TRUTHS if strings else {})
+def _parse_flags(values: Any, *, strings: bool) -> list[bool] | None:
+    """Return the values of a 0-1 vector (with `strings`, also "0", "true", ...); None for anything else."""
+    known = _FLAGS | (_FLAG_STRINGS if strings else {})
     plain = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
     keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if plain else []
     return [known[key] for key in keys] if keys and all(key in known for key in keys) else None
@@ -163,7 +164,7 @@ def _value(cell: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or isinstance(cell, bool):
-        raise InputError(f"{where}: label is {shown(cell)}, not a number with a decimal point. Correct or remove it.")
+        raise InputError(f"{where}: label is {excerpt(cell)}, not a number such as 1.5. Correct or remove it.")
     return value
 
 
@@ -171,5 +172,5 @@ def _rename(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
     suggestions = nearest(value, names)
-    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {listed(names)}."
-    raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")
+    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {listing(names)}."
+    raise InputError(f"{where}: label {excerpt(value)} is not in the training set or `labels`; {hint}")

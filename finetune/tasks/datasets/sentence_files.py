@@ -1,4 +1,4 @@
-"""Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain text."""
+"""Reads files of sentences with or without tags: CoNLL columns, JSON, Parquet, or plain text."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from finetune.tasks.datasets.tables import format_of, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 
-_ROW_COLUMNS = (
+# Possible names of the columns sentence, word and tag in a table with one word per row.
+_COLUMN_NAMES = (
     ("Sentence #", "sentence #", "Sentence", "sentence", "sentence_id", "sentence_idx"),
     ("Word", "word", "Token", "token"),
     ("Tag", "tag", "Label", "label", "NER", "ner", "ner_tag"),
@@ -32,15 +33,15 @@ def read_sentences(
     cut: Segmenter = cut_words,
     tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
-    """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, anything else as columns.
+    """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, any other as CoNLL columns.
 
     All but Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as in the file. If `labeled` is False, a file
-    with a single column has only words, regardless of the column settings.
+    with a single column has only words, regardless of `token_column` and `label_column`.
 
     Args:
-        plain: read a .txt without a tag on every line as one document per line, not as columns.
+        plain: read a .txt that does not have a tag in every line as one document per line.
         cut: segments plain text into words.
-        tag_names: names of tags that are numbers, in records.
+        tag_names: names of the tags, in order, if records have tag numbers.
 
     Raises:
         InputError: no such file, bytes invalid in `encoding`, ragged columns, an unknown form of record, spans that do
@@ -57,7 +58,7 @@ def read_sentences(
     if kind in ("jsonl", "json"):
         sentences = from_records(json_records(path, text, kind), remarks, cut, tag_names)
         return _non_empty(sentences, path)
-    lines = _lines(path, text)
+    lines = _split_lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = from_lines(str(path), lines, cut)
     else:
@@ -67,26 +68,26 @@ def read_sentences(
 
 def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
     """Read the sentences of a table with one word per row; only a sentence's first row needs the sentence name."""
-    names = list(itertools.chain.from_iterable(_ROW_COLUMNS))
+    names = list(itertools.chain.from_iterable(_COLUMN_NAMES))
     table = read_table(path, names, layout=TableFormat(encoding=encoding), optional=names)
-    cells = [next((table.columns[name] for name in aliases if name in table.columns), None) for aliases in _ROW_COLUMNS]
+    cells = [next((table.columns[key] for key in keys if key in table.columns), None) for keys in _COLUMN_NAMES]
     sentence_names, words, tags = cells
     if sentence_names is None or words is None or (labeled and tags is None):
         raise InputError(
             f"{path}: needs the columns Sentence #, Word and Tag, with a word in each row. Rename them, or give .jsonl "
             "with text and entities."
         )
-    numbers = list(itertools.accumulate(sentence_names, lambda last, name: name.strip() or last))
+    filled = list(itertools.accumulate(sentence_names, lambda previous, name: name.strip() or previous))
     sentences = []
-    for _, group in itertools.groupby(range(len(table)), numbers.__getitem__):
+    for _, group in itertools.groupby(range(len(table)), filled.__getitem__):
         rows = list(group)
         row_tags = None if tags is None else [tags[row].strip() for row in rows]
         row_words, line = [words[row] for row in rows], table.numbers[rows[0]]
-        sentences.append(Sentence(row_words, row_tags, str(path), line, lined=True))
+        sentences.append(Sentence(row_words, row_tags, str(path), line, one_word_per_line=True))
     return sentences
 
 
-def _lines(path: Path, text: str) -> list[str]:
+def _split_lines(path: Path, text: str) -> list[str]:
     lines = text.split("\n")  # not splitlines: U+2028 and others may be words
     for number, line in enumerate(lines, 1):
         if "\r" in line.rstrip("\r"):

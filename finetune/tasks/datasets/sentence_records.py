@@ -1,6 +1,6 @@
-"""Sentences from records: JSON, Parquet rows, or a single object or string.
+"""Reads sentences from records: JSON, Parquet rows, or a single object or string.
 
-JSON Lines have one object per sentence, and so does a list in a .json file. Adjacent sentences with the same
+JSON Lines have one object per sentence, and so has a list in a .json file. Adjacent sentences with the same
 `document` (a string or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
@@ -10,7 +10,7 @@ Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` f
 its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
 and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
 Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabeled.
-Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
+Parquet files have columns of the same names; class indices become the names that `datasets` stored in the file.
 """
 
 import itertools
@@ -21,44 +21,44 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import Missing, example_key, merge_annotations, refuse_label_ids
+from finetune.tasks.datasets.annotations import NoLabel, example_key, merge_annotations, refuse_label_ids
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence, group_documents
 from finetune.tasks.datasets.span_forms import convert_offsets, name_tags, normalize_record
 from finetune.tasks.datasets.surrogates import check_id, replace_surrogates
-from finetune.tasks.datasets.table import Format, shown
+from finetune.tasks.datasets.table import Format, excerpt
 from finetune.tasks.datasets.tables import json_values, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
-_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # of a Parquet file
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
-def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
-    """Return a sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
+def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
+    """Return a sentence from plain text, which `cut` segments into words, or from one JSON object (see the module).
 
-    It has no context until `in_documents` groups the sentences.
+    It has no context until `group_documents` is called.
 
     Raises:
         InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
             text or overlaps another.
     """
-    return _sentence({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
+    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
 
 
-def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
+def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
-        raise InputError(f'{where}: {shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
-    if isinstance(missing := record.get("entities"), Missing):
+        raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
+    if isinstance(missing := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_sentence(unlabeled, where, remarks, cut), missing=missing)
+        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=missing)
     refuse_label_ids(record, where)
-    entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
+    entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
-    # A record without words may have an empty list of tags.
-    without_tokens = not tokens and (bool(text) or tags is None)
-    if text is not None and (without_tokens or _are_objects(tokens)):
+    # An empty text may have an empty list of tags.
+    has_no_tokens = not tokens and (bool(text) or tags is None)
+    if text is not None and (has_no_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
         parsed, tags = _from_text(text, where, cut), None
@@ -71,12 +71,12 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sent
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
     check_id(record.get("id"), where)
-    parsed = replace(parsed, name=_document_name(record, where), id=record.get("id"))
+    parsed = replace(parsed, document_name=_document_name(record, where), id=record.get("id"))
     return parsed if tags is not None or entities is None else _with_spans(parsed, entities, where, remarks)
 
 
 def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
-    """Yield (path, line from 1, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
+    """Yield (path, line number, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
     separator, numbered = json_values(path, text, kind)
     for number, value in numbered:
         yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
@@ -94,7 +94,7 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 def from_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
-    """Return sentences from (source, line or 0, record); `tag_names` are the names of tags that are numbers."""
+    """Return sentences from (source, line number or 0, record); `tag_names` are the names of numeric tags, in order."""
     items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
     normalized = [record for _, _, record in items]
     converted_records = convert_offsets(normalized, cut)
@@ -103,12 +103,12 @@ def from_records(
         where = f"{source}:{line}" if line else source
         if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
-        sentences.append(replace(_sentence(converted_record, where, remarks, cut), source=source, line=line))
-    values = [parsed.missing if parsed.tags is None else parsed.tags for parsed in sentences]
+        sentences.append(replace(_parse(converted_record, where, remarks, cut), source=source, line=line))
+    values = [parsed.missing_reason if parsed.tags is None else parsed.tags for parsed in sentences]
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
-    settled = zip(sentences, values, strict=True)
     return group_documents(
-        replace(parsed, tags=None, missing=value) if isinstance(value, Missing) else parsed for parsed, value in settled
+        replace(parsed, tags=None, missing_reason=value) if isinstance(value, NoLabel) else parsed
+        for parsed, value in zip(sentences, values, strict=True)
     )
 
 
@@ -126,21 +126,21 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str | int):
-        raise InputError(f"{where}: document is {shown(name)}; expected text or a number.")
+        raise InputError(f"{where}: document is {excerpt(name)}; expected text or a number.")
     return str(name)
 
 
 def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key: str) -> Sentence:
-    """Return words with their tags; if `text` is given, it is searched for the words from left to right."""
+    """Return a sentence of `tokens` and `tags`; the words are located in `text`, if given, from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise InputError(f"{where}: tokens is {shown(tokens)}; expected a list of strings.")
+        raise InputError(f"{where}: tokens is {excerpt(tokens)}; expected a list of strings.")
     words = [replace_surrogates(token) for token in tokens]
-    text, offsets = (None, None) if text is None else _find(words, text, where, conflicting_key)
+    text, offsets = (None, None) if text is None else _find_words(words, text, where, conflicting_key)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
-            f"{where}: tags is {shown(tags)}; expected a list of strings such as B-PER and O. "
+            f"{where}: tags is {excerpt(tags)}; expected a list of strings such as B-PER and O. "
             f"If they are numbers, set `tag_names`."
         )
     if len(tags) != len(words):
@@ -150,27 +150,27 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key:
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 
-def _find(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
-    """Return (text, character offsets of each word, int64 [W, 2])."""
+def _find_words(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
+    """Return (text, int64 [W, 2]: start and end of each word in it, in characters)."""
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text, end = replace_surrogates(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
-    for number, word in enumerate(words):
+    for index, word in enumerate(words):
         start = text.find(word, end)
         if start < 0:
             raise InputError(
-                f"{where}: token {number}, {shown(word)}, is not in the text from character {end} on. Leave out "
+                f"{where}: token {index}, {excerpt(word)}, is not in the text from character {end} on. Leave out "
                 f'"{conflicting_key}", or give the tokens exactly as in the text.'
             )
         end = start + len(word)
-        offsets[number] = start, end
+        offsets[index] = start, end
     return text, offsets
 
 
 def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text = replace_surrogates(text)
     offsets = cut(text)
     words = [text[start:end] for start, end in offsets.tolist()]
@@ -178,29 +178,30 @@ def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
 
 
 def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
-    text, offsets = parsed.characters()
+    """Return the sentence with tags made from the character spans of `entities`."""
+    text, offsets = parsed.text_and_offsets()
     spans = _spans(entities, text, where)
     if parsed.text is None:
-        _check_edges(spans, offsets, where)
-    tags = _tags_of(spans, text, offsets, where, remarks)
+        _check_alignment(spans, offsets, where)
+    tags = _make_tags(spans, text, offsets, where, remarks)
     return replace(parsed, tags=tags, from_spans=True)
 
 
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     """Return (start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
-        raise InputError(f"{where}: entities is {shown(entities)}; expected a list.")
+        raise InputError(f"{where}: entities is {excerpt(entities)}; expected a list.")
     spans = []
-    for number, entity in enumerate(entities):
-        name = f"{where}: entity {number}"
+    for index, entity in enumerate(entities):
+        name = f"{where}: entity {index}"
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
-            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         kind = kind.strip() if isinstance(kind, str) else kind
         start, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(start) is not int or type(end) is not int:
-            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
         if not 0 <= start < end <= len(text):
             raise InputError(
                 f"{name} is from {start} to {end}, but the text has {len(text)} characters. Count Unicode "
@@ -209,22 +210,22 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
         expected = entity.get("text")
         if isinstance(expected, str) and replace_surrogates(expected) != text[start:end]:
             raise InputError(
-                f"{name} is {shown(expected)}, but {start} to {end} of the text is {shown(text[start:end])}. "
+                f"{name} is {excerpt(expected)}, but {start} to {end} of the text is {excerpt(text[start:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
         spans.append((start, end, kind))
     spans.sort()
-    for (start, end, kind), (other_start, other_end, other) in itertools.pairwise(spans):
+    for (start, end, kind), (other_start, other_end, other_kind) in itertools.pairwise(spans):
         if other_start < end:
             raise InputError(
-                f"{where}: entities {kind} from {start} to {end} and {other} from {other_start} to {other_end} "
+                f"{where}: entities {kind} from {start} to {end} and {other_kind} from {other_start} to {other_end} "
                 f"overlap. A word can have one tag: keep one of them."
             )
     return spans
 
 
-def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
-    """Check that entities align with tokens: without `text`, other offsets probably count tokens."""
+def _check_alignment(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
+    """Check that entities begin and end with a token; if they do not, offsets probably count tokens."""
     starts, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
     for start, end, kind in spans:
         if start not in starts or end not in ends:
@@ -234,7 +235,7 @@ def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: 
             )
 
 
-def _tags_of(
+def _make_tags(
     spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
 ) -> list[str]:
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
@@ -244,7 +245,7 @@ def _tags_of(
     for start, end, kind in spans:
         first = int(np.searchsorted(ends, start, "right"))
         stop = int(np.searchsorted(starts, end, "left"))
-        quoted = shown(text[start:end])
+        quoted = excerpt(text[start:end])
         if first >= stop:
             raise InputError(f"{where}: the entity {kind} from {start} to {end} is {quoted}, which contains no word.")
         if stop <= next_free:
@@ -265,8 +266,8 @@ def _tags_of(
     return tags
 
 
-def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), None)
+def _first_present(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((record[key] for key in keys if record.get(key) is not None), None)
 
 
 def _are_objects(tokens: Any) -> bool:

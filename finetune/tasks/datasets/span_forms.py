@@ -1,4 +1,4 @@
-"""Convert records of other tools for `sentence_records`: text, and entities with start, end and type.
+"""Convert records of other tools to the form of `sentence_records`: text, and entities with start, end and type.
 
 Doccano       {"text": "", "label": [[0, 3, "PER"]]}, also `labels`; with ids {"entities": [{"start_offset": 0, ...}]}
 Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"start": 0, "end": 3, ...}}]}]},
@@ -9,14 +9,14 @@ spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.tasks.datasets.annotations import Missing, is_label_studio, is_prodigy, read_annotations, unused_reason
+from finetune.tasks.datasets.annotations import NoLabel, is_label_studio, is_prodigy, read_annotations, unused_reason
 from finetune.tasks.datasets.sentences import Segmenter
 from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 
-_ONE_SPAN = Missing("with an answer about a single span")
+_ONE_SPAN = NoLabel("with an answer about a single span")
 _TAGS = ("tags", "labels", "ner_tags")
 _SPANS = ("entities", "spans", "ents", "label", "labels")
-_NAMES = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
+_KEYS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
 
 
 def normalize_record(record: Any) -> Any:
@@ -26,7 +26,7 @@ def normalize_record(record: Any) -> Any:
     if not isinstance(record, Mapping):
         return record
     if is_label_studio(record):
-        record = _of_label_studio(record)
+        record = _from_label_studio(record)
     missing = unused_reason(record)
     if missing is None and is_prodigy(record):
         missing = _ONE_SPAN if record.get("_view_id") == "ner" else None
@@ -39,17 +39,17 @@ def normalize_record(record: Any) -> Any:
         return record
     return {
         **{key: value for key, value in record.items() if key != name},
-        "entities": [_span(span) for span in record[name]],
+        "entities": [_convert_span(span) for span in record[name]],
     }
 
 
 def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
-    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if then more spans match word boundaries.
+    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
 
-    Only spans of strings with characters outside the BMP, such as emoji, are compared.
+    Only records with characters outside the BMP, such as emoji, are considered: in others, both offsets are equal.
     """
     converted_records, gain = list(records), 0
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
             continue
@@ -59,37 +59,37 @@ def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
         for candidates, sign in ((spans, -1), (converted, 1)):
             bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
             gain += sign * sum(start in starts and end in ends for start, end in bounds)
-        converted_records[number] = {**record, "entities": converted}
+        converted_records[index] = {**record, "entities": converted}
     return converted_records if gain > 0 else records
 
 
-def _with_code_points(span: Any, index: Sequence[int]) -> Any:
+def _with_code_points(span: Any, indices: Sequence[int]) -> Any:
     if not isinstance(span, Mapping):
         return span
-    ends = {key: span.get(key) for key in ("start", "end")}
-    return {**span, **{key: index[unit] for key, unit in ends.items() if type(unit) is int and 0 <= unit < len(index)}}
+    bounds = {key: span.get(key) for key in ("start", "end") if type(span.get(key)) is int}
+    return {**span, **{key: indices[unit] for key, unit in bounds.items() if 0 <= unit < len(indices)}}
 
 
 def name_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
-    """Replace tag numbers under one of `keys` in `record` by their names; unknown numbers stay as they are."""
+    """Replace tag numbers in the lists under `keys` in `record` by `names`; unknown numbers are kept."""
 
-    def named(tag: Any) -> Any:
+    def to_name(tag: Any) -> Any:
         return names[tag] if type(tag) is int and 0 <= tag < len(names) else tag
 
     if not (names and isinstance(record, Mapping)):
         return record
     lists = {key: record[key] for key in keys if isinstance(record.get(key), list)}
-    return {**record, **{key: [named(tag) for tag in tags] for key, tags in lists.items()}}
+    return {**record, **{key: [to_name(tag) for tag in tags] for key, tags in lists.items()}}
 
 
-def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text, and the spans that all annotations agree on."""
+def _from_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the text, and the spans on which all annotations agree."""
     data = record["data"]
     text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
-    return {"id": record.get("id"), "text": text, "entities": read_annotations(record, _labels)}
+    return {"id": record.get("id"), "text": text, "entities": read_annotations(record, _span_values)}
 
 
-def _labels(result: list[Any]) -> list[Any]:
+def _span_values(result: list[Any]) -> list[Any]:
     values = [row.get("value") for row in result if isinstance(row, Mapping) and row.get("type", "labels") == "labels"]
     return sorted(values, key=repr)
 
@@ -98,16 +98,16 @@ def _are_spans(record: Mapping[str, Any], name: str) -> bool:
     value = record.get(name)
     if not isinstance(value, list):
         return False
-    if not value:  # empty: no entities, unless it is `labels` and may be the tags of an empty sentence
+    if not value:  # no entities; but empty `labels` may also be the tags of an empty sentence
         return name != "labels" or bool(record.get("text") and not record.get("tokens"))
     return all(isinstance(item, Mapping) or (isinstance(item, list) and len(item) == 3) for item in value)
 
 
-def _span(entity: Any) -> Any:
+def _convert_span(entity: Any) -> Any:
     if isinstance(entity, list):
-        return dict(zip(_NAMES, entity, strict=True))
+        return dict(zip(_KEYS, entity, strict=True))
     fields = {
-        name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _NAMES.items()
+        name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _KEYS.items()
     }
     if isinstance(fields["type"], list) and len(fields["type"]) == 1:
         fields["type"] = fields["type"][0]

@@ -1,6 +1,6 @@
 """Stratified splits of a training set: held-out sets and folds of a cross-validation.
 
-They depend on hashes of the strings, so they are the same in every run and for any order of the examples. Examples with
+Splits depend on hashes of the strings, so they are equal in every run and for any order of the examples. Examples with
 equal strings stay together. An example has one class, several (its labels, the types of its entities) or none.
 """
 
@@ -8,34 +8,35 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-Classes = Sequence[Collection[str]]
+Classes = Sequence[Collection[str]]  # the classes of each example
 
 
 def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
-    """Return which examples to hold out: `count` distinct strings, stratified by class.
+    """Return, for each example, whether it is held out: `count` distinct strings, stratified by class.
 
     At least one string of each class is not held out.
     """
     candidates: list[str] = []
     seen: set[str] = set()
-    for text, names in _by_class(texts, classes).items():
+    for text, names in _sorted_by_class(texts, classes).items():
         if names <= seen:
             candidates.append(text)
         seen |= names
     count = min(count, len(candidates))
-    bounds = [number * count // max(1, len(candidates)) for number in range(len(candidates) + 1)]
-    chosen = {text for text, low, high in zip(candidates, bounds[:-1], bounds[1:], strict=True) if high > low}
+    # Choose `count` evenly spaced candidates: where the quota rises.
+    quota = [index * count // max(1, len(candidates)) for index in range(len(candidates) + 1)]
+    chosen = {candidates[index] for index in range(len(candidates)) if quota[index + 1] > quota[index]}
     return [text in chosen for text in texts]
 
 
 def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
-    """Return the fold of each example, from 0 to `count` - 1: every class is spread over all folds."""
-    fold = {text: number % count for number, text in enumerate(_by_class(texts, classes))}
+    """Return the fold index of each example, from 0 to `count` - 1; every class is spread over all folds."""
+    fold = {text: index % count for index, text in enumerate(_sorted_by_class(texts, classes))}
     return [fold[text] for text in texts]
 
 
-def _by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
-    """Return each distinct string and its classes, ordered by its rarest class (rare ones first), then by a hash."""
+def _sorted_by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
+    """Return {distinct string: its classes}, sorted by the rarest class of the string (rare first), then by a hash."""
     groups: dict[str, set[str]] = {}
     for text, names in zip(texts, classes, strict=True):
         groups.setdefault(text, set()).update(names)

@@ -1,4 +1,4 @@
-"""Span questions from files: SQuAD's nested JSON (v1.1 and v2.0), and flat records as on the Hugging Face hub.
+"""Reads span questions from files: SQuAD's nested JSON (v1.1 and v2.0), and flat records as on the Hugging Face hub.
 
 Nested (rajpurkar.github.io/SQuAD-explorer), one file:
 
@@ -14,9 +14,9 @@ Flat, one object per line (.jsonl), or a list of them, optionally under "data" (
 
 Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
 
-The keys determine the format, not "version", which varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
-answers (`[]`), or a blank one at -1, mean that the context does not answer the question. `answer_start` counts Unicode
-code points, as SQuAD does.
+The format is determined by the keys, not by "version", which varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). An empty
+list of answers, or a blank answer at -1, means that the context does not answer the question. `answer_start` counts
+Unicode code points, as in SQuAD.
 """
 
 import json
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out_line, unused_reason
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel, left_out_line, unused_reason
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.surrogates import check_surrogates
 from finetune.tasks.datasets.tables import json_values, read_table
@@ -35,8 +35,8 @@ from pretrain.common.errors import InputError
 logger = logging.getLogger(__name__)
 
 _COLUMNS = ("question", "context", "id", "answers", "answer_text", "answer_start")
-_SHOWN = 3  # bad answers that a message quotes
-_FORMS = (
+_MAX_QUOTED = 3  # maximum number of bad answers quoted in a message
+_FORMS = (  # the accepted formats, for messages
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
     '({"id", "question", "context", "answers"})'
 )
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a context. `answers` is () if the context has no answer, None if unlabeled."""
+    """A question about a context. `answers` is () if the context does not answer it, None if unlabeled."""
 
     id: str
     text: str
@@ -63,13 +63,12 @@ class Question:
 def read(path: str, *, labeled: bool) -> list[Question]:
     """Read the questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
 
-    Questions about the same context share one string.
-
-    Answers are not checked against the context here; `without_bad_answers` does that.
+    Questions about the same context share one string. Answers are not checked against the context here; see
+    `handle_bad_answers`.
 
     Args:
         path: the file.
-        labeled: leave out unlabeled questions (neither answers nor is_impossible); their number is logged.
+        labeled: skip unlabeled questions (neither answers nor is_impossible), and log their number.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
@@ -79,7 +78,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     questions: list[Question] = []
     locations: dict[str, str] = {}
     contexts: dict[str, str] = {}
-    missing: list[Missing] = []
+    missing: list[NoLabel] = []
     for location, record, context in records:
         question = _question(record, context, location, labeled=labeled)
         if labeled and question.answers is None:
@@ -91,8 +90,8 @@ def read(path: str, *, labeled: bool) -> list[Question]:
                 f"identified by their ids: make them unique."
             )
         locations[question.id] = location
-        shared = contexts.setdefault(question.context, question.context)
-        questions.append(replace(question, context=shared))
+        context = contexts.setdefault(question.context, question.context)
+        questions.append(replace(question, context=context))
     line = left_out_line(path, len(questions) + len(missing), missing) if missing else ""
     if not questions:
         raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
@@ -102,29 +101,29 @@ def read(path: str, *, labeled: bool) -> list[Question]:
 
 
 def from_record(record: Any, location: str) -> Question:
-    """Return an unlabeled question from one JSON object; without an id, its location is the id."""
+    """Return an unlabeled question from one JSON object; its location is the id if it has none."""
     if not isinstance(record, Mapping):
         raise InputError(
             f"{location}: is {_describe(record)}. A span question needs a context: "
             f'write {{"question": "...", "context": "..."}}.'
         )
-    bare = {key: value for key, value in record.items() if key != "answers"}
-    return _question({"id": location, **bare}, record.get("context"), location, labeled=False)
+    unlabeled = {key: value for key, value in record.items() if key != "answers"}
+    return _question({"id": location, **unlabeled}, record.get("context"), location, labeled=False)
 
 
-def without_bad_answers(
+def handle_bad_answers(
     questions: Sequence[Question], path: str, policy: Literal["stop", "skip"], *, training: bool
 ) -> list[Question]:
     """Handle bad answers: answers whose text is not in the context at their answer_start.
 
-    With "skip", bad answers are removed from a training set, and so are questions without a good one. A set to score
-    on keeps them, because scorers compare only the strings. Either way, their number is logged.
+    With "skip", bad answers are removed from a training set, and so are questions without a good one. Other sets keep
+    them, because scorers compare only strings. Either way, their number is logged.
 
     Args:
         questions: labeled or not.
         path: their file, for messages.
-        policy: stop at bad answers, or skip them.
-        training: whether the model is trained on them.
+        policy: raise an error for bad answers, or skip them.
+        training: whether this is the training set.
 
     Raises:
         InputError: policy is "stop" and there are bad answers, or "skip" leaves no question to train on. The message
@@ -148,8 +147,8 @@ def without_bad_answers(
     if not training:
         logger.warning("%s; kept, because scores compare only strings.", summary)
         return list(questions)
-    good = [_with_good_answers(question) for question in questions]
-    kept = [question for question in good if question is not None]
+    filtered = [_with_good_answers(question) for question in questions]
+    kept = [question for question in filtered if question is not None]
     logger.warning("%s; skipped, with %d questions that have no other answer.", summary, len(questions) - len(kept))
     if not kept:
         raise InputError(f"{path}: no question has a good answer ({_join_first(errors)}).")
@@ -176,7 +175,7 @@ def _answer_error(context: str, answer: Answer, *, training: bool) -> str:
     actual = context[start : start + len(text)] if start >= 0 else ""
     if actual == text:
         return ""
-    error = f"{_quoted(text)} at {start}, where the context of {len(context)} characters has {_quoted(actual)}"
+    error = f"{_quote(text)} at {start}, where the context of {len(context)} characters has {_quote(actual)}"
     starts = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
     if nearest := sorted((abs(position - start), position) for position in starts if position >= 0):
         return f"{error}; it is at {nearest[0][1]}"
@@ -190,7 +189,7 @@ def _answer_error(context: str, answer: Answer, *, training: bool) -> str:
 
 def _read_json(path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield (location, record, context) for every question of a .json file."""
-    text = _text(path)
+    text = _read_nonempty(path)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -202,39 +201,39 @@ def _read_json(path: str) -> Iterator[tuple[str, Any, Any]]:
         kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _describe(document)
         raise InputError(f"{path}: is {kind}; expected {_FORMS}.")
     name = "data" if isinstance(document, dict) else "record"
-    for number, item in enumerate(items):
-        location = f"{path}: {name}[{number}]"
+    for index, item in enumerate(items):
+        location = f"{path}: {name}[{index}]"
         if not isinstance(item, dict):
             raise InputError(f"{location}: is {_describe(item)}; expected {_FORMS}.")
-        if not (rows := list(_questions(item, location, str(number + 1)))) and not item.keys() & {"paragraphs", "qas"}:
+        if not (rows := list(_questions(item, location, str(index + 1)))) and not item.keys() & {"paragraphs", "qas"}:
             raise InputError(f"{location}: is an object of {_keys(item)}; expected {_FORMS}.")
         yield from rows
 
 
-def _questions(item: dict[str, Any], location: str, identity: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location, record, context) for every question of an article, paragraph or flat record; else nothing."""
+def _questions(item: dict[str, Any], location: str, default_id: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of an article, paragraph or flat record (else none)."""
     if "paragraphs" in item:
-        for number, paragraph in enumerate(_list(item, "paragraphs", location)):
-            inner = f"{location}.paragraphs[{number}]"
+        for index, paragraph in enumerate(_expect_list(item, "paragraphs", location)):
+            inner = f"{location}.paragraphs[{index}]"
             if not isinstance(paragraph, dict):
                 raise InputError(f"{inner}: is {_describe(paragraph)}; expected an object of context and qas.")
             yield from _paragraph(paragraph, inner)
     elif "qas" in item:
-        yield from _paragraph(item, location, identity)
+        yield from _paragraph(item, location, default_id)
     elif "question" in item and "context" in item:
-        yield location, {"id": identity, **item}, item["context"]
+        yield location, {"id": default_id, **item}, item["context"]
 
 
-def _paragraph(paragraph: dict[str, Any], location: str, identity: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for count, record in enumerate(_list(paragraph, "qas", location)):
-        if identity and isinstance(record, dict):
-            record = {"id": f"{identity}.{count + 1}", **record}
-        yield f"{location}.qas[{count}]", record, paragraph.get("context")
+def _paragraph(paragraph: dict[str, Any], location: str, default_id: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for index, record in enumerate(_expect_list(paragraph, "qas", location)):
+        if default_id and isinstance(record, dict):
+            record = {"id": f"{default_id}.{index + 1}", **record}
+        yield f"{location}.qas[{index}]", record, paragraph.get("context")
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield (location, record, context) for every question in a .jsonl file."""
-    for number, record in json_values(Path(path), _text(path), "jsonl")[1]:
+    for number, record in json_values(Path(path), _read_nonempty(path), "jsonl")[1]:
         location = f"{path}:{number}"
         rows = list(_questions(record, location, str(number))) if isinstance(record, dict) else []
         if not rows:
@@ -261,13 +260,14 @@ def _read_rows(path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _answers_cell(cell: str, location: str) -> Any:
+    """Parse the JSON in a cell of the column answers; None if it is blank."""
     if not cell.strip():
         return None
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
         raise InputError(
-            f'{location}: answers is {_quoted(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            f'{location}: answers is {_quote(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
             "the cell empty."
         ) from None
 
@@ -278,7 +278,7 @@ _READERS = {
 }
 
 
-def _text(path: str) -> str:
+def _read_nonempty(path: str) -> str:
     text = read_text(Path(path).expanduser())
     if not text.strip():
         raise InputError(f"{path}: is empty. Give {_FORMS}.")
@@ -291,30 +291,30 @@ def _text(path: str) -> str:
 def _question(record: Any, context: Any, location: str, *, labeled: bool) -> Question:
     if not isinstance(record, Mapping):
         raise InputError(f"{location}: is {_describe(record)}; expected an object of id, question and answers.")
-    identity = record.get("id")
-    if isinstance(identity, int) and not isinstance(identity, bool):
-        identity = str(identity)
-    full_location = f"{location} (id {identity})" if isinstance(identity, str) and identity != location else location
-    text = _string(record.get("question"), "question", full_location)
+    id_ = record.get("id")
+    if isinstance(id_, int) and not isinstance(id_, bool):
+        id_ = str(id_)
+    full_location = f"{location} (id {id_})" if isinstance(id_, str) and id_ != location else location
+    text = _expect_string(record.get("question"), "question", full_location)
     return Question(
-        id=_string(identity, "id", location),
+        id=_expect_string(id_, "id", location),
         text=text,
-        context=_string(context, "context", full_location),
+        context=_expect_string(context, "context", full_location),
         answers=_answers(record, full_location, labeled=labeled),
     )
 
 
 def _answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tuple[Answer, ...] | None:
-    listed, impossible = record.get("answers"), record.get("is_impossible")
-    if listed is None:
-        listed = [] if impossible is True else _single_answer(record, location)
-    if listed is None or unused_reason(record) is not None:
+    raw, impossible = record.get("answers"), record.get("is_impossible")
+    if raw is None:
+        raw = [] if impossible is True else _single_answer(record, location)
+    if raw is None or unused_reason(record) is not None:
         return None
-    if isinstance(listed, dict):
-        listed = _answer_rows(listed, location)
-    if not isinstance(listed, list):
-        raise InputError(f'{location}: answers is {_describe(listed)}; expected [{{"text", "answer_start"}}].')
-    parsed = [_answer(item, location) for item in listed]
+    if isinstance(raw, dict):
+        raw = _transpose_answers(raw, location)
+    if not isinstance(raw, list):
+        raise InputError(f'{location}: answers is {_describe(raw)}; expected [{{"text", "answer_start"}}].')
+    parsed = [_answer(item, location) for item in raw]
     # Converters write a blank answer at -1 for questions without an answer.
     answers = tuple(answer for answer in parsed if answer.text.strip() or answer.start != -1)
     if not (answers or labeled or impossible in (None, True)):
@@ -335,10 +335,10 @@ def _single_answer(record: Mapping[str, Any], location: str) -> Any:
     try:
         return [{"text": text, "answer_start": start if isinstance(start, bool) else int(float(start))}]
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{location}: answer_start is {_quoted(str(start))}; expected a character index.") from None
+        raise InputError(f"{location}: answer_start is {_quote(str(start))}; expected a character index.") from None
 
 
-def _answer_rows(columns: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
+def _transpose_answers(columns: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
     """Return [{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
     texts, starts = columns.get("text"), columns.get("answer_start")
     if not isinstance(texts, list) or not isinstance(starts, list):
@@ -358,17 +358,17 @@ def _answer(item: Any, location: str) -> Answer:
     start = item.get("answer_start")
     if not isinstance(start, int) or isinstance(start, bool):
         raise InputError(f"{location}: answer_start is {_describe(start)}; expected a character index.")
-    return Answer(_string(item.get("text"), "the text of an answer", location), start)
+    return Answer(_expect_string(item.get("text"), "the text of an answer", location), start)
 
 
-def _string(value: Any, name: str, location: str) -> str:
+def _expect_string(value: Any, name: str, location: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{location}: {name} is {_describe(value)}; expected text.")
     check_surrogates(value, name, location)
     return value
 
 
-def _list(holder: dict[str, Any], key: str, location: str) -> list[Any]:
+def _expect_list(holder: dict[str, Any], key: str, location: str) -> list[Any]:
     value = holder.get(key)
     if not isinstance(value, list):
         raise InputError(f"{location}: {key} is {_describe(value)}; expected a list.")
@@ -382,7 +382,7 @@ def _describe(value: Any) -> str:
     if value is None:
         return "missing"
     if isinstance(value, str):
-        return f"text ({_quoted(value)})"
+        return f"text ({_quote(value)})"
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     return f"a list of {len(value)}" if isinstance(value, list) else "an object"
@@ -392,10 +392,10 @@ def _keys(mapping: Mapping[str, Any]) -> str:
     return ", ".join(list(mapping)[:8]) or "no keys"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return `text` quoted and shortened, for a message."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
 def _join_first(errors: Sequence[str]) -> str:
-    return "; ".join(errors[:_SHOWN]) + ("; ..." if len(errors) > _SHOWN else "")
+    return "; ".join(errors[:_MAX_QUOTED]) + ("; ..." if len(errors) > _MAX_QUOTED else "")

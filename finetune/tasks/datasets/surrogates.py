@@ -15,7 +15,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def utf16_indices(text: str) -> list[int]:
-    """Return the index in `text` of each of its UTF-16 units, and finally its length."""
+    """Return, for each UTF-16 unit of `text`, the index of its character; finally the length of `text`."""
     indices = [index for index, character in enumerate(text) for _ in range(1 + (character > "\uffff"))]
     return [*indices, len(text)]
 
@@ -32,7 +32,7 @@ def check_surrogates(text: str, name: str, where: str) -> None:
 
 
 def check_id(value: Any, where: str) -> None:
-    """Apply `check_surrogates` to a record's id, which may be any JSON."""
+    """Apply `check_surrogates` to a record's id, which may be any JSON value."""
     if isinstance(value, list | dict):
         value = json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, str):

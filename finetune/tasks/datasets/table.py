@@ -1,4 +1,4 @@
-"""Tables of labeled rows, stored by column, and requests for their columns."""
+"""Tables of labeled rows, stored by column, and requests for columns of files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting
 
 Key = str | int
-"""A column's name, or its number from 0."""
+"""A column's name, or its index from 0."""
 
-ReadForms = Callable[[list[Any], Callable[[int], str]], list[Any]]
-"""Converts records to rows; the second argument returns the location of a record."""
+Converter = Callable[[list[Any], Callable[[int], str]], list[Any]]
+"""Converts records to rows; the second argument returns the location of the record with an index, for errors."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -24,23 +24,23 @@ class TableFormat:
     """Format of a file. Empty values are determined by its suffix."""
 
     format: Format = ""
-    encoding: str = "utf-8"  # a UTF-8 byte-order mark is skipped
-    delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
-    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and no cell may begin with a quote
-    header: bool = True
-    forms: ReadForms | None = None  # of annotation tools, in JSON
+    encoding: str = "utf-8"  # a byte-order mark is skipped
+    delimiter: str = ""  # one character; "" means a comma, or a tab in .tsv
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; none in .tsv, without cells that start with a quote
+    header: bool = True  # the first row has the column names
+    convert: Converter | None = None  # converts JSON records of annotation tools
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of N cells: strings from text files, otherwise the types of the format. A missing cell is None."""
+    """Columns of N cells: strings in CSV and TSV, any type in JSON and Parquet. A missing cell is None."""
 
     columns: dict[Key, list[Any]]  # the requested columns; optional columns only if they exist
     source: str  # the file or data set, for messages
     numbers: Sequence[int]  # [N], line or row number of each row, from 1
-    separator: str  # between source and number in messages: ":" before a line
-    classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
-    others: Sequence[Mapping[str, Any]] = ()  # [N], the cells of all other columns, if they were requested
+    separator: str  # text between source and number in messages, such as ":" before a line
+    classes: dict[Key, list[str]] = field(default_factory=dict)  # {column: class names}, if the data set defines them
+    others: Sequence[Mapping[str, Any]] = ()  # [N], {name: cell} of all other columns, if requested
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -58,13 +58,13 @@ class Table:
 
 @dataclass(frozen=True)
 class RequestedColumns:
-    """The requested columns, and other names that they may have in a file."""
+    """The columns to read from a file, and other names that they may have in it."""
 
     columns: Sequence[Key]
-    optional: Collection[Key] = ()
-    aliases: Mapping[Key, str] = field(default_factory=dict)
-    others: bool = False  # also read all other columns
-    if_unique: Collection[Key] = ()  # columns that count as missing if a table has several of them
+    optional: Collection[Key] = ()  # columns that may be missing
+    aliases: Mapping[Key, str] = field(default_factory=dict)  # {column: another name that it may have}
+    with_others: bool = False  # also read all other columns
+    if_unique: Collection[Key] = ()  # columns that count as missing if a file has several with this name
 
     def resolve(self, names: Sequence[Any], source: str) -> dict[Key, str]:
         """Return {column: its name among `names`}, without missing optional ones."""
@@ -73,11 +73,11 @@ class RequestedColumns:
             if (name := self.find_unique(column, names, source)) is not None:
                 present[column] = str(name)
             elif column not in self.optional:
-                raise InputError(f"{source}: no column {column!r}; it has {listed(names)}.")
+                raise InputError(f"{source}: no column {column!r}; it has {listing(names)}.")
         return present
 
     def find_unique(self, column: Key, names: Sequence[Any], source: str) -> Key | None:
-        """Return `name` in a table, whose `names` may repeat; `InputError` if the column's name does."""
+        """Return the column's name among `names`, None if missing; `InputError` if several columns have that name."""
         name = self.find(column, names)
         if name is None or names.count(name) == 1:
             return name
@@ -86,21 +86,20 @@ class RequestedColumns:
         raise InputError(f"{source}: column {name!r} occurs {names.count(name)} times. Rename all but one.")
 
     def find(self, column: Key, names: Collection[Any]) -> Key | None:
-        """Return the name of the column among `names`; None if it is missing."""
+        """Return the column's name or alias among `names`; None if it is missing."""
         if column in names:
             return column
         alias = self.aliases.get(column)
         return alias if alias in names else None
 
 
-def listed(names: Collection[Any]) -> str:
-    """Format names for a message, at most 20."""
-    # Names with surrounding spaces are quoted.
-    shown = [str(name)[:40] if str(name) == str(name).strip() else repr(str(name)) for name in names]
-    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
+def listing(names: Collection[Any]) -> str:
+    """Join names with commas, for a message: at most 20; names with surrounding spaces are quoted."""
+    shortened = [str(name)[:40] if str(name) == str(name).strip() else repr(str(name)) for name in names]
+    return ", ".join(shortened[:20]) + (", ..." if len(shortened) > 20 else "")
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Format a value as JSON for a message, at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,6 +1,6 @@
 """Reads labeled rows of CSV, TSV, JSON and Parquet files as columns.
 
-No invalid row is skipped or repaired: it is an `InputError` with its file and line.
+An invalid row raises `InputError` with its file and line; it is never skipped or repaired silently.
 """
 
 import json
@@ -14,7 +14,7 @@ from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import iterate_lines, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_spreadsheet
 from finetune.tasks.datasets.surrogates import replace_surrogates
-from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
+from finetune.tasks.datasets.table import Converter, Format, Key, RequestedColumns, Table, TableFormat, excerpt, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -39,16 +39,16 @@ def read_table(
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
     if_unique: Collection[Key] = (),
-    others: bool = False,
+    with_others: bool = False,
     on_skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """Read the named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
     Args:
         optional: subset of `columns` that may be missing.
-        aliases: fallback names of `columns`.
+        aliases: {column: another name that it may have}.
         if_unique: subset of `optional` that counts as missing if repeated; other repeated columns are errors.
-        others: also read all other columns, as `Table.others`.
+        with_others: also read all other columns, as `Table.others`.
         on_skipped: called with the location of each row with a wrong number of columns, which is then skipped; None
             makes such a row an error.
 
@@ -57,28 +57,28 @@ def read_table(
             column.
     """
     path = Path(path).expanduser()
-    kind = layout.format or _known_format(path)
-    requested = RequestedColumns(columns, optional, aliases, others, if_unique)
+    kind = layout.format or _expect_format(path)
+    requested = RequestedColumns(columns, optional, aliases, with_others, if_unique)
     if kind == "parquet":
         return read_parquet(path, requested)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, requested, layout.forms)
-    if layout.forms and layout.header and "annotation_id" in text.partition("\n")[0]:
-        table = read_delimited(path, text, kind, layout, replace(requested, others=True), on_skipped)
-        return _merge_annotators(table, layout.forms)
+        return _read_json(path, text, kind, requested, layout.convert)
+    if layout.convert and layout.header and "annotation_id" in text.partition("\n")[0]:
+        table = read_delimited(path, text, kind, layout, replace(requested, with_others=True), on_skipped)
+        return _merge_annotators(table, layout.convert)
     return read_delimited(path, text, kind, layout, requested, on_skipped)
 
 
-def _merge_annotators(table: Table, forms: ReadForms) -> Table:
-    """Merge the rows of all annotators in Label Studio's CSV into the labels that they agree on."""
+def _merge_annotators(table: Table, convert: Converter) -> Table:
+    """Merge the rows that Label Studio's CSV has for each annotator into the label that the annotators agree on."""
     cells = zip(*table.columns.values(), strict=True)
     records = [
         {**other, **dict(zip(table.columns, row, strict=True))} for other, row in zip(table.others, cells, strict=True)
     ]
-    rows = forms(records, table.where)
+    rows = convert(records, table.where)
     return replace(table, columns={key: [row.get(key) for row in rows] for key in table.columns})
 
 
@@ -90,19 +90,19 @@ def read_lines(path: Path | str, encoding: str = "utf-8") -> Table:
 
 
 def format_of(path: Path | str) -> Format:
-    """Return the format that the file's suffix names; "" if the suffix is unknown."""
+    """Return the format for the file's suffix; "" if the suffix is unknown."""
     return _FORMATS.get(plain_suffix(Path(path)), "")
 
 
-def _known_format(path: Path) -> Format:
-    known = format_of(path)
+def _expect_format(path: Path) -> Format:
+    found = format_of(path)
     refuse_spreadsheet(path)
-    if not known:
+    if not found:
         raise InputError(
             f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename it to one of "
             f"{', '.join(_FORMATS)}."
         )
-    return known
+    return found
 
 
 def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
@@ -110,26 +110,27 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
 
     Returns (separator of file and number in messages, (number, value) of each line or item).
     """
-    document = _parsed(text) if kind == "json" else None
+    document = _parse_document(text) if kind == "json" else None
     if isinstance(document, list):
         return ": record ", enumerate(document, 1)
     return ":", _line_records(path, text, document)
 
 
-def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, forms: ReadForms | None) -> Table:
-    sep, numbered = json_values(path, text, kind)
+def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, convert: Converter | None) -> Table:
+    separator, numbered = json_values(path, text, kind)
     values = list(numbered)
     numbers, records = [number for number, _ in values], [record for _, record in values]
-    if forms:
-        records = forms(records, lambda row: f"{path}{sep}{numbers[row]}")
+    if convert:
+        records = convert(records, lambda row: f"{path}{separator}{numbers[row]}")
     for number, record in zip(numbers, records, strict=True):
         if not isinstance(record, dict):
-            raise InputError(f"{path}{sep}{number}: {shown(record)}, not an object with {listed(requested.columns)}.")
+            keys = listing(requested.columns)
+            raise InputError(f"{path}{separator}{number}: {excerpt(record)}, not an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
-    extra = [{key: value for key, value in record.items() if key not in used} for record in records if requested.others]
-    others = json.loads(replace_surrogates(json.dumps(extra, ensure_ascii=False)))
-    table = Table(cells, str(path), numbers, sep, others=others)
+    rest = ({key: value for key, value in record.items() if key not in used} for record in records)
+    others = json.loads(replace_surrogates(json.dumps([*rest], ensure_ascii=False))) if requested.with_others else []
+    table = Table(cells, str(path), numbers, separator, others=others)
     for column in requested.columns:
         names = [requested.find(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]
@@ -137,13 +138,13 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
             continue
         for row, (name, record) in enumerate(zip(names, records, strict=True)):
             if name is None and column not in requested.optional:
-                raise InputError(f"{table.where(row)}: no {column!r}; it has {listed(record)}.")
+                raise InputError(f"{table.where(row)}: no {column!r}; it has {listing(record)}.")
         cells[column] = values
     return table
 
 
-def _parsed(text: str) -> Any:
-    """Return the value of a .json file, a list of objects or one object; None if it has one object per line."""
+def _parse_document(text: str) -> Any:
+    """Parse `text` as one JSON value; None if it is not, as in a file with one object per line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -14,26 +14,26 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from finetune.tasks.datasets.arrays import distinct, ragged
 from pretrain.common.errors import InputError
 
-_CHUNK = 4096  # strings per tokenizer call: encodings take 100 times the memory of their ids
-_WORDS_PER_LINE = 64  # distinct words per string: one encoding per word would dominate the time
+_CHUNK = 4096  # strings per tokenizer call; limits memory, as encodings take 100 times the memory of their ids
+_WORDS_PER_LINE = 64  # distinct words per encoded string; one string per word would be slow
 
 
 @dataclass(frozen=True)
-class Column:
-    """N tokenized strings (documents or words), concatenated, without special tokens."""
+class TokenizedTexts:
+    """The tokens of N strings (documents or words), concatenated, without special tokens."""
 
     ids: np.ndarray  # int32 [T]
-    starts: np.ndarray  # int64 [N + 1], token offset of each string
-    offsets: np.ndarray  # int32 [T, 2], first character of each token in its string, and the index after its last
+    starts: np.ndarray  # int64 [N + 1], index of each string's first token, and finally T
+    offsets: np.ndarray  # int32 [T, 2], start and end (exclusive) of each token in its string, in characters
 
 
 class TextEncoder:
-    """A tokenizer and the special tokens that it adds to a document or a pair.
+    """Tokenizes documents and pairs, and knows the special tokens that the tokenizer adds to them.
 
     Args:
-        tokenizer: with its post-processor; the encoder disables its truncation and padding.
+        tokenizer: a tokenizer with its post-processor; its truncation and padding are disabled.
         max_length: maximum tokens per window, special tokens included.
-        segments: the model has a token type for each half of a pair; if not, all tokens have type 0.
+        segments: whether the model has a token type for each text of a pair; if not, all tokens have type 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, *, segments: bool = True) -> None:
@@ -41,10 +41,10 @@ class TextEncoder:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.max_length, self.segments = max_length, segments
-        # Encoding a pair shows the positions of the special tokens for every family.
+        # Encode a pair to find the special tokens before, between and after its halves, for any family.
         pair = tokenizer.encode("a", "a")
         ids = np.array(pair.ids, np.int32)
-        first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
+        first, second = ([n for n, text in enumerate(pair.sequence_ids) if text == which] for which in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
                 "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
@@ -57,62 +57,62 @@ class TextEncoder:
         )
         # Byte-level BPE: a word has different tokens at the start of a string and within it.
         first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
-        self._begins_with_space = first + second != both
-        self.by_word = _cuts_at_spaces(tokenizer)
+        self._words_need_space = first + second != both
+        self.splits_at_spaces = _splits_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
-        """Return the number of tokens that fit in a window besides special tokens; for a pair, of both halves."""
+        """Return the number of text tokens that fit in a window (for a pair, in total)."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
-    def encode(self, texts: Sequence[str]) -> Column:
+    def encode(self, texts: Sequence[str]) -> TokenizedTexts:
         """Tokenize strings in the tokenizer's threads; repeated strings are tokenized once."""
-        if self.by_word:
-            return self._encode_by_word(texts)
+        if self.splits_at_spaces:
+            return self._encode_words_once(texts)
         unique, indices = distinct(texts)
         return _gather(self.encode_whole(unique), indices)
 
-    def encode_words(self, words: Sequence[str]) -> Column:
+    def encode_words(self, words: Sequence[str]) -> TokenizedTexts:
         """Tokenize pre-split words, each as a separate string.
 
-        Equals `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
+        Equivalent to `is_pretokenized=True` in Hugging Face (for byte-level BPE, with `add_prefix_space`).
         """
-        if not self._begins_with_space:
+        if not self._words_need_space:
             return self.encode(words)
-        column = self.encode([f" {word}" for word in words])
-        return replace(column, offsets=np.maximum(column.offsets - 1, 0))
+        encoded = self.encode([f" {word}" for word in words])
+        return replace(encoded, offsets=np.maximum(encoded.offsets - 1, 0))
 
-    def _encode_by_word(self, texts: Sequence[str]) -> Column:
+    def _encode_words_once(self, texts: Sequence[str]) -> TokenizedTexts:
         """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
         first_word_N = np.concatenate([[0], np.cumsum([text.count(" ") + 1 for text in texts], dtype=np.int64)])
-        known: dict[str, int] = {}
-        numbers = (known.setdefault(word, len(known)) for text in texts for word in text.split(" "))
-        word_W = np.fromiter(numbers, np.int32, first_word_N[-1])
-        distinct, characters = self._encode_distinct(list(known))
-        offset_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
+        vocabulary: dict[str, int] = {}
+        indices = (vocabulary.setdefault(word, len(vocabulary)) for text in texts for word in text.split(" "))
+        word_W = np.fromiter(indices, np.int32, first_word_N[-1])
+        encoded, lengths = self._encode_distinct(list(vocabulary))
+        offset_W = np.concatenate([[0], np.cumsum(lengths[word_W] + 1)])  # 1 for the space after each word
         offset_W = offset_W[:-1] - np.repeat(offset_W[first_word_N[:-1]], np.diff(first_word_N))
-        count_W = np.diff(distinct.starts)[word_W]
-        rows = ragged(distinct.starts[word_W], count_W)
-        return Column(
-            ids=distinct.ids[rows],
+        count_W = np.diff(encoded.starts)[word_W]
+        tokens = ragged(encoded.starts[word_W], count_W)
+        return TokenizedTexts(
+            ids=encoded.ids[tokens],
             starts=np.concatenate([[0], np.cumsum(count_W)])[first_word_N],
-            offsets=distinct.offsets[rows] + np.repeat(offset_W, count_W).astype(np.int32)[:, None],
+            offsets=encoded.offsets[tokens] + np.repeat(offset_W, count_W).astype(np.int32)[:, None],
         )
 
-    def _encode_distinct(self, words: list[str]) -> tuple[Column, np.ndarray]:
-        """Return the tokens of each word, and its length in characters, int64 [words]; batches words for speed."""
+    def _encode_distinct(self, words: list[str]) -> tuple[TokenizedTexts, np.ndarray]:
+        """Return (tokens of each word, its length in characters, int64 [words]); encodes many words as one string."""
         lines = [" ".join(words[n : n + _WORDS_PER_LINE]) for n in range(0, len(words), _WORDS_PER_LINE)]
-        column = self.encode_whole(lines)
-        characters = np.fromiter(map(len, words), np.int64, len(words))
-        ends = np.cumsum(characters + 1)
-        begins = ends - characters - 1  # of each word, in all lines joined with spaces
-        line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
-        offset_T = column.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
+        encoded = self.encode_whole(lines)
+        lengths = np.fromiter(map(len, words), np.int64, len(words))
+        ends = np.cumsum(lengths + 1)
+        begins = ends - lengths - 1  # character offset of each word in all lines, joined with spaces
+        line_T = np.repeat(np.arange(len(lines)), np.diff(encoded.starts))
+        offset_T = encoded.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
         word_T = np.searchsorted(ends, offset_T, side="right")
-        within = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)
+        in_line = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)
         starts = np.searchsorted(word_T, np.arange(len(words) + 1))
-        return Column(column.ids, starts, column.offsets - within[:, None]), characters
+        return TokenizedTexts(encoded.ids, starts, encoded.offsets - in_line[:, None]), lengths
 
-    def encode_whole(self, texts: list[str]) -> Column:
+    def encode_whole(self, texts: list[str]) -> TokenizedTexts:
         """Tokenize whole strings, without special tokens, with offsets."""
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
@@ -120,31 +120,31 @@ class TextEncoder:
                 ids.append(np.array(encoding.ids, np.int32))
                 offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
         starts = np.cumsum([len(chunk_ids) for chunk_ids in ids], dtype=np.int64)
-        return Column(np.concatenate(ids), starts, np.concatenate(offsets))
+        return TokenizedTexts(np.concatenate(ids), starts, np.concatenate(offsets))
 
 
 @dataclass(frozen=True)
 class FramedWindows:
-    """F windows of text with special tokens."""
+    """F windows of text with special tokens, concatenated to T tokens."""
 
     ids: np.ndarray  # int32 [T]
-    types: np.ndarray  # uint8 [T], 1 from the second text on
-    starts: np.ndarray  # int64 [F + 1]
-    first: np.ndarray  # int64 [F], row of the first text's first token
-    second: np.ndarray  # int64 [F], row of the second text's first token; of the suffix if there is none
+    types: np.ndarray  # uint8 [T], token types: 1 from the second text on
+    starts: np.ndarray  # int64 [F + 1], index of each window's first token, and finally T
+    first: np.ndarray  # int64 [F], index of the first text's first token
+    second: np.ndarray  # int64 [F], index of the second text's first token; of the suffix if there is none
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids int32 [T], start int64 [F], length int64 [F]): a slice of a column for each of F windows."""
+"""(ids int32 [T], start int64 [F], length int64 [F]): a slice of `ids` for each of F windows."""
 
 
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> FramedWindows:
-    """Build windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
+    """Build windows from `first`, or from `first` and `second`, with the tokenizer's special tokens."""
     count = len(first[1])
-    parts = [_constant(encoder.prefix, count), first]
+    parts = [_repeat(encoder.prefix, count), first]
     if second is not None:
-        parts += [_constant(encoder.between, count), second]
-    parts.append(_constant(encoder.suffix, count))
+        parts += [_repeat(encoder.between, count), second]
+    parts.append(_repeat(encoder.suffix, count))
     lengths_PF = np.stack([length for _, _, length in parts])
     starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
     begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
@@ -157,7 +157,7 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     return FramedWindows(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
 
 
-def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
+def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
     """Return whether the tokens of a string are the concatenated tokens of its parts between spaces.
 
     That is true for BERT's normalizer, which depends only on a character and its combining marks, with BERT's
@@ -174,12 +174,13 @@ def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
     )
 
 
-def _constant(ids: np.ndarray, count: int) -> Slices:
+def _repeat(ids: np.ndarray, count: int) -> Slices:
+    """Return slices that contain all of `ids`, for `count` windows."""
     return ids, np.zeros(count, np.int64), np.full(count, len(ids), np.int64)
 
 
-def _gather(column: Column, indices: np.ndarray) -> Column:
+def _gather(texts: TokenizedTexts, indices: np.ndarray) -> TokenizedTexts:
     """Return the strings with these indices, in this order, with repetitions."""
-    lengths = np.diff(column.starts)[indices]
-    rows = ragged(column.starts[indices], lengths)
-    return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])
+    lengths = np.diff(texts.starts)[indices]
+    tokens = ragged(texts.starts[indices], lengths)
+    return TokenizedTexts(texts.ids[tokens], np.concatenate([[0], np.cumsum(lengths)]), texts.offsets[tokens])

@@ -1,10 +1,10 @@
-"""Cut long documents, and pairs of them, into overlapping windows that cover every token."""
+"""Cut long documents, and pairs of documents, into overlapping windows that cover every token."""
 
 import numpy as np
 
 
 def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents of `lengths` tokens into overlapping windows: (document, start, length), int64 [F] each.
+    """Cut documents of `lengths` tokens into overlapping windows: (index of document, start, length), int64 [F] each.
 
     A document of at most `capacity` tokens, or an empty one, is one window. In a longer one, each window starts
     `capacity - overlap` tokens after the previous one; the last stops at the document's end (google-research/bert
@@ -14,8 +14,8 @@ def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tupl
     stride = np.maximum(capacity - overlap, 1)
     counts = 1 + np.maximum(0, -(-(lengths - capacity) // stride))
     document = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = number * stride[document]
+    index = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = index * stride[document]
     return document, start, np.minimum(capacity[document], lengths[document] - start)
 
 
@@ -29,10 +29,10 @@ def cut_pairs(
     same relative position are paired, so the longer document determines their number.
 
     Returns:
-        (pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.
+        (index of pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.
     """
     shorter, longer = np.minimum(first, second), np.maximum(first, second)
-    # Columns of F: pair, start and length in the shorter, start and length in the longer.
+    # Rows: index of pair, start and length in the shorter document, start and length in the longer one.
     windows = np.concatenate(
         [
             _with_whole(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
@@ -52,20 +52,20 @@ def cut_pairs(
 
 
 def spread(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
-    """Select at most `limit` windows of each of `count` examples, evenly spaced from first to last; returns rows.
+    """Return the indices of at most `limit` windows of each of `count` examples, evenly spaced from first to last.
 
-    `examples`, int64 [F] and ascending, is the example of each window; each example has at least one.
+    `examples`, int64 [F] and ascending, has the index of each window's example; each example has at least one window.
     """
     counts = np.bincount(examples, minlength=count)
     kept = np.minimum(counts, limit)
-    example, number = _numbered(kept)
+    example, index = _index_in_groups(kept)
     steps = np.maximum(kept - 1, 1)[example]
-    number = (2 * number * (counts[example] - 1) + steps) // (2 * steps)  # rounded
-    return (np.cumsum(counts) - counts)[example] + number
+    index = (2 * index * (counts[example] - 1) + steps) // (2 * steps)  # rounded
+    return (np.cumsum(counts) - counts)[example] + index
 
 
 def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
-    """Return int64 [5, F]: windows that each contain the whole shorter document."""
+    """Return rows as in `cut_pairs`, int64 [5, F]: each window contains the whole shorter document."""
     pair, start, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
     return np.stack([pairs[pair], np.zeros_like(start), shorter[pairs][pair], start, length])
 
@@ -73,18 +73,18 @@ def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capa
 def _side_by_side(
     shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int
 ) -> np.ndarray:
-    """Return int64 [5, F]: both documents in windows of half the capacity."""
+    """Return rows as in `cut_pairs`, int64 [5, F]: each document slides through one half of the window."""
     half = capacity // 2
     short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], capacity - half, overlap // 2)
     shorts, longs = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
     counts = np.maximum(shorts, longs)
-    pair, number = _numbered(counts)
-    at_short = (np.cumsum(shorts) - shorts)[pair] + number * shorts[pair] // counts[pair]
-    at_long = (np.cumsum(longs) - longs)[pair] + number * longs[pair] // counts[pair]
-    return np.stack([pairs[pair], short[1][at_short], short[2][at_short], long[1][at_long], long[2][at_long]])
+    pair, index = _index_in_groups(counts)
+    in_short = (np.cumsum(shorts) - shorts)[pair] + index * shorts[pair] // counts[pair]
+    in_long = (np.cumsum(longs) - longs)[pair] + index * longs[pair] // counts[pair]
+    return np.stack([pairs[pair], short[1][in_short], short[2][in_short], long[1][in_long], long[2][in_long]])
 
 
-def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _index_in_groups(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (group, index within the group), int64 [sum of counts] each, for groups of `counts` items."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -3,9 +3,9 @@
 Training sets are segmented differently: "U.S.", "anti-Spanish" and "@ann" are one word in some and several in others.
 The model tags the first token of each word, so plain text must be segmented like the training set.
 
-The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
-initial, ideograph, or a letter of another script without spaces) or a symbol. A word is a sequence of pieces; its
-probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
+The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece has a class (word,
+number, initial, ideograph, or letter of another script without spaces) or is a symbol. A word is a sequence of pieces;
+its probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
 separate count ("Mr.", "'s"). Text is split at white space, and each chunk into the most probable words (Viterbi).
 """
 
@@ -23,33 +23,33 @@ import numpy as np
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common import scripts
 
-_MAX_ENTRIES = 5000  # of each table: the most frequent ones
-_MAX_PIECES = 48  # per word
+_MAX_ENTRIES = 5000  # maximum entries of each table; the most frequent ones are kept
+_MAX_PIECES = 48  # maximum pieces of a word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
 _KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
-_SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
-_LETTER = math.log(1 / 50)  # log probability of each letter; each symbol is a separate class
-_UNSEEN = 0.1  # count of a symbol that is not in the training set
-# A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
-# between two words without spaces is rarely a separate word.
-_ENCLOSED = math.log(0.01)
-_TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")
-_NOT = "n't"
-_NOT_AT_WORD_END = re.compile(rf"{_NOT}(?!\w)")
+_ALPHANUMERIC = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
+_LOG_LETTER = math.log(1 / 50)  # log probability of each character of an alphanumeric piece
+_UNSEEN_COUNT = 0.1  # count assumed for a piece that is not in the training set
+# Log probability that a symbol between two words without spaces is a separate word. It cannot be learned: a training
+# set does not show the spaces around a symbol.
+_LOG_ENCLOSED = math.log(0.01)
+_TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")  # typographic quotes and hyphens
+_NT = "n't"
+_NT_AT_WORD_END = re.compile(rf"{_NT}(?!\w)")
 
 
 class WordCuts:
-    """Segments text into words as in the training set that it was learned from.
+    """Segments text into words like the training set from which it was learned.
 
     Args:
         total: number of words in the training set.
-        trigrams: counts of three consecutive classes or symbols in a word; a word of several pieces counts once.
-        kept: counts of words of several pieces that occur more than once.
+        trigrams: counts of three consecutive classes or symbols in words; each word of several pieces counts once.
+        compounds: counts of words of several pieces that occur more than once.
     """
 
-    def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]) -> None:
-        self._total, self._trigrams, self._kept = total, dict(trigrams), dict(kept)
+    def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], compounds: Mapping[str, int]) -> None:
+        self._total, self._trigrams, self._compounds = total, dict(trigrams), dict(compounds)
         contexts: Counter[tuple[str, str]] = Counter()
         for (first_class, second_class, _), count in trigrams.items():
             contexts[first_class, second_class] += count
@@ -59,16 +59,16 @@ class WordCuts:
             key: math.log(count / contexts[key[:2]]) + (scale if key[1] == _START else 0.0)
             for key, count in trigrams.items()
         }
-        self._log_kept = {word: math.log(count / total) for word, count in kept.items()}
-        self._longest_kept = max((len(_pieces(word)) for word in kept), default=0)
-        self._log_unseen = math.log(_UNSEEN / max(total, 1))
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._log_compounds = {word: math.log(count / total) for word, count in compounds.items()}
+        self._longest_compound = max((len(_pieces(word)) for word in compounds), default=0)
+        self._log_unseen = math.log(_UNSEEN_COUNT / max(total, 1))
+        self._cache: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def learn(cls, words: Iterable[str]) -> WordCuts:
-        """Count all words of a training set, repetitions included. Words that contain white space are ignored."""
+        """Learn from all words of a training set, with repetitions. Words that contain white space are ignored."""
         trigrams: Counter[tuple[str, str, str]] = Counter()
-        kept: Counter[str] = Counter()
+        compounds: Counter[str] = Counter()
         total = 0
         for word, count in Counter(words).items():
             word = word.translate(_TO_ASCII)
@@ -78,13 +78,13 @@ class WordCuts:
             total += count
             classes = [_class_of(piece) for piece in pieces]
             if len(pieces) > 1 and count > 1:
-                kept[word] += count
+                compounds[word] += count
             if (_IDEOGRAPH, _IDEOGRAPH) in pairwise(classes):
-                continue  # such words are known only individually, through `kept`
+                continue  # such words are only known individually, as `compounds`
             weight = count if len(pieces) == 1 else 1
             padded = [_START, _START, *classes, _END]
-            trigrams.update({key: weight * number for key, number in Counter(_trigrams(padded)).items()})
-        return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(kept.most_common(_MAX_ENTRIES)))
+            trigrams.update({key: weight * times for key, times in Counter(_trigrams(padded)).items()})
+        return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(compounds.most_common(_MAX_ENTRIES)))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> WordCuts:
@@ -98,10 +98,10 @@ class WordCuts:
     def state(self) -> dict[str, Any]:
         """Return {"total", "trigrams": [[class, class, class, count]], "kept": {word: count}}, ready for JSON."""
         trigrams = [[*key, count] for key, count in self._trigrams.items()]
-        return {"total": self._total, "trigrams": trigrams, "kept": self._kept}
+        return {"total": self._total, "trigrams": trigrams, "kept": self._compounds}
 
     def __call__(self, text: str) -> np.ndarray:
-        """Return int64 [W, 2]: the first character of each word of `text`, and the index after its last."""
+        """Return int64 [W, 2]: start and end (exclusive) of each word of `text`, in characters."""
         pieces = cut_words(text)
         if len(pieces) < 2:
             return pieces
@@ -116,22 +116,23 @@ class WordCuts:
         return spans[np.argsort(spans[:, 0])]
 
     def _word_ends(self, chunk: str) -> tuple[int, ...]:
-        """Return the ends of the words of a chunk without white space."""
-        ends = self._known.get(chunk)
+        """Return the end of each word of a chunk, which has no white space."""
+        ends = self._cache.get(chunk)
         if ends is None:
-            if len(self._known) > _MAX_ENTRIES:
-                self._known.clear()
-            ends = self._known[chunk] = self._viterbi(chunk.translate(_TO_ASCII))
+            if len(self._cache) > _MAX_ENTRIES:
+                self._cache.clear()
+            ends = self._cache[chunk] = self._viterbi(chunk.translate(_TO_ASCII))
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
+        """Return the end of each of the most probable words of a chunk."""
         bounds = self._possible_bounds(chunk)
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
         best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)
         for first in range(count):
-            for end, log_probability in self._words(chunk, bounds, pieces, classes, first):
+            for end, log_probability in self._candidates(chunk, bounds, pieces, classes, first):
                 if best[first] + log_probability > best[end]:
                     best[end], previous[end] = best[first] + log_probability, first
         ends = []
@@ -140,33 +141,34 @@ class WordCuts:
             count = previous[count]
         return tuple(reversed(ends))
 
-    def _words(
+    def _candidates(
         self, chunk: str, bounds: list[int], pieces: list[str], classes: list[str], first: int
     ) -> Iterable[tuple[int, float]]:
-        """Yield (index after the last piece, log probability) of each word that may start with the piece `first`."""
+        """Yield (index after its last piece, log probability) of each possible word from the piece `first` on."""
         first_class, second_class, log_prefix = _START, _START, 0.0
         for end in range(first + 1, min(len(pieces), first + _MAX_PIECES) + 1):
             third_class = classes[end - 1]
             log_prefix += self._log_trigrams.get((first_class, second_class, third_class), -math.inf)
-            log_prefix += len(pieces[end - 1]) * _LETTER if third_class in _SPELLED else 0.0
+            log_prefix += len(pieces[end - 1]) * _LOG_LETTER if third_class in _ALPHANUMERIC else 0.0
             first_class, second_class = second_class, third_class
             log_probability = log_prefix + self._log_trigrams.get((first_class, second_class, _END), -math.inf)
             if end == first + 1:
-                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if third_class in _SPELLED else 0.0)
+                unseen = self._log_unseen + (len(pieces[first]) * _LOG_LETTER if third_class in _ALPHANUMERIC else 0.0)
                 log_probability = max(log_probability, unseen)
                 if _is_enclosed(classes, first):
-                    log_probability += _ENCLOSED
-            log_probability = max(log_probability, self._log_kept.get(chunk[bounds[first] : bounds[end]], -math.inf))
+                    log_probability += _LOG_ENCLOSED
+            whole_word = self._log_compounds.get(chunk[bounds[first] : bounds[end]], -math.inf)
+            log_probability = max(log_probability, whole_word)
             if log_probability > -math.inf:
                 yield end, log_probability
-            if log_prefix == -math.inf and end - first >= self._longest_kept:
+            if log_prefix == -math.inf and end - first >= self._longest_compound:
                 return
 
     def _possible_bounds(self, chunk: str) -> list[int]:
-        """Return possible word boundaries: all piece boundaries, and before "n't" if the training set splits there."""
+        """Return where words may end: after each piece, and before "n't" if the training set splits there."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
-        if _NOT in self._kept:
-            bounds |= {match.start() for match in _NOT_AT_WORD_END.finditer(chunk)}
+        if _NT in self._compounds:
+            bounds |= {match.start() for match in _NT_AT_WORD_END.finditer(chunk)}
         return sorted(bounds)
 
 
@@ -187,12 +189,12 @@ def _class_of(piece: str) -> str:
 
 
 def _is_enclosed(classes: list[str], index: int) -> bool:
-    """Return whether the piece is a symbol directly between two words."""
+    """Return whether the piece at `index` is a symbol directly between two alphanumeric pieces."""
     return (
-        classes[index] not in _SPELLED
+        classes[index] not in _ALPHANUMERIC
         and 0 < index < len(classes) - 1
-        and classes[index - 1] in _SPELLED
-        and classes[index + 1] in _SPELLED
+        and classes[index - 1] in _ALPHANUMERIC
+        and classes[index + 1] in _ALPHANUMERIC
     )
 
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from pretrain.common import scripts
 
-_SPACE, _RUN, _ALONE, _MARK = range(4)
+_SPACE, _WORD_PART, _SINGLE, _MARK = range(4)  # kinds of characters; a single one is a word by itself
 
 
 def cut_words(text: str) -> np.ndarray:
-    """Return int64 [W, 2]: the first character of each word of `text`, and the index after its last.
+    """Return int64 [W, 2]: start and end (exclusive) of each word of `text`, in characters.
 
     Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
     each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike in BERT, each
@@ -22,20 +22,21 @@ def cut_words(text: str) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     distinct, inverse = np.unique(points, return_inverse=True)
     kinds = np.array([_kind(chr(point)) for point in distinct.tolist()], np.uint8)[inverse]
-    # A mark has the kind of its base character; a mark without one is treated as a letter.
-    carriers = np.maximum.accumulate(np.where(kinds == _MARK, -1, np.arange(len(kinds))))
-    carried = np.where(carriers < 0, _RUN, kinds[carriers])
-    orphans = (kinds == _MARK) & (carried == _SPACE)
-    solid = np.where(orphans, _RUN, carried)
-    before = np.concatenate([[_SPACE], solid[:-1]])
-    is_start = (solid != _SPACE) & ((before == _SPACE) | ((kinds != _MARK) & ((solid == _ALONE) | (before == _ALONE))))
-    first = np.flatnonzero(is_start)
-    stops = np.append(np.flatnonzero(is_start | (solid == _SPACE)), len(text))
-    return np.stack([first, stops[np.searchsorted(stops, first, "right")]], axis=1)
+    # A mark has the kind of its base character; a mark without one is treated as part of a word.
+    bases = np.maximum.accumulate(np.where(kinds == _MARK, -1, np.arange(len(kinds))))
+    base_kinds = np.where(bases < 0, _WORD_PART, kinds[bases])
+    has_no_base = (kinds == _MARK) & (base_kinds == _SPACE)
+    final = np.where(has_no_base, _WORD_PART, base_kinds)
+    previous = np.concatenate([[_SPACE], final[:-1]])
+    splits = (kinds != _MARK) & ((final == _SINGLE) | (previous == _SINGLE))
+    is_start = (final != _SPACE) & ((previous == _SPACE) | splits)
+    starts = np.flatnonzero(is_start)
+    stops = np.append(np.flatnonzero(is_start | (final == _SPACE)), len(text))
+    return np.stack([starts, stops[np.searchsorted(stops, starts, "right")]], axis=1)
 
 
-def joined(words: list[str]) -> np.ndarray:
-    """Return int64 [W, 2]: the character offsets of `words` after joining them with spaces."""
+def joined_offsets(words: list[str]) -> np.ndarray:
+    """Return int64 [W, 2]: start and end (exclusive) of each word in `" ".join(words)`."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     ends = np.cumsum(lengths + 1) - 1
     return np.stack([ends - lengths, ends], axis=1)
@@ -46,5 +47,5 @@ def _kind(character: str) -> int:
         return _SPACE
     category = unicodedata.category(character)
     if category[0] in "PS" or scripts.STARTS_UNIT.match(character):
-        return _ALONE
-    return _MARK if category in ("Cc", "Cf") or scripts.FOLLOWING.match(character) else _RUN
+        return _SINGLE
+    return _MARK if category in ("Cc", "Cf") or scripts.FOLLOWING.match(character) else _WORD_PART

@@ -1,7 +1,7 @@
-"""Entities from columns of tags, and their official scores, as in conlleval and in both modes of seqeval.
+"""Decode tags to entities, and score these as conlleval and both modes of seqeval do.
 
 Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
-concatenated words of all sentences (W words): a set has 100,000 words or more, for which Python loops are slow.
+concatenated words of all sentences (W words), because Python loops over 100,000 words or more are slow.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
-"""Rules that decode tags to entities.
+"""Rules for decoding tags to entities.
 
     conlleval  every word that is not O belongs to an entity. A new one starts at B and S, after E, S and O, and
                if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
@@ -34,8 +34,8 @@ class TaggedSentences:
 
     prefixes: np.ndarray  # uint8 [W], indices into PREFIXES
     types: np.ndarray  # int64 [W], indices into `names`; -1 for O
-    starts: np.ndarray  # int64 [N + 1], first word of each sentence
-    names: tuple[str, ...]  # types in order of first occurrence
+    starts: np.ndarray  # int64 [N + 1], index of each sentence's first word, and finally W
+    names: tuple[str, ...]  # names of the types
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -43,11 +43,11 @@ class TaggedSentences:
 
 @dataclass(frozen=True)
 class EntitySpans:
-    """The spans and types of E entities of N sentences, in order of position."""
+    """The spans and types of E entities in N sentences, in order of position."""
 
-    first: np.ndarray  # int64 [E], first word, counted over all sentences
+    first: np.ndarray  # int64 [E], index of the first word, counted over all sentences
     end: np.ndarray  # int64 [E], index after the last word
-    types: np.ndarray  # int64 [E]
+    types: np.ndarray  # int64 [E], indices into `names` of the tags
 
 
 def encode_tags(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> TaggedSentences:
@@ -59,20 +59,17 @@ def encode_tags(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -
     """
     lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    numbers: dict[str, int] = {}
-    flat = np.fromiter(
-        (numbers.setdefault(tag, len(numbers)) for tag in chain.from_iterable(sentences)),
-        np.int64,
-        starts[-1],
-    )
-    indices = {name: index for index, name in enumerate(names)}
-    prefixes, types = np.zeros(len(numbers), np.uint8), np.full(len(numbers), -1, np.int64)
-    for tag, number in numbers.items():
+    tag_index: dict[str, int] = {}
+    indices = (tag_index.setdefault(tag, len(tag_index)) for tag in chain.from_iterable(sentences))
+    tag_W = np.fromiter(indices, np.int64, starts[-1])
+    type_index = {name: index for index, name in enumerate(names)}
+    prefixes, types = np.zeros(len(tag_index), np.uint8), np.full(len(tag_index), -1, np.int64)
+    for tag, index in tag_index.items():
         prefix, name = parse_tag(tag)
-        prefixes[number] = prefix
+        prefixes[index] = prefix
         if prefix != OUTSIDE:
-            types[number] = indices.setdefault(name, len(indices))
-    return TaggedSentences(prefixes[flat], types[flat], starts, tuple(indices))
+            types[index] = type_index.setdefault(name, len(type_index))
+    return TaggedSentences(prefixes[tag_W], types[tag_W], starts, tuple(type_index))
 
 
 def parse_tag(tag: str) -> tuple[int, str]:
@@ -86,14 +83,14 @@ def parse_tag(tag: str) -> tuple[int, str]:
 def find_entities(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
     """Return the entities in `tags`, decoded by `rule`."""
     prefixes = tags.prefixes
-    previous, same = _previous_tags(tags)
+    previous, same_type = _previous_tags(tags)
     if rule == "conlleval":
         inside = prefixes != OUTSIDE
-        continues = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
+        continues = inside & same_type & _is_any(prefixes, INSIDE, END) & _is_any(previous, BEGIN, INSIDE)
         is_start = inside & ~continues
     else:
         is_start = prefixes == BEGIN
-        continues = same & (prefixes == INSIDE)
+        continues = same_type & (prefixes == INSIDE)
     first = np.flatnonzero(is_start)
     stops = np.append(np.flatnonzero(~continues), len(tags))
     end = stops[np.searchsorted(stops, first, "right")]
@@ -111,19 +108,19 @@ def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np
         prefixes[spans.end - 1] = END
         prefixes[spans.first] = np.where(lengths == 1, SINGLE, BEGIN)
     else:  # B only directly after an entity of the same type in the same sentence
-        touches = (spans.first[1:] == spans.end[:-1]) & (spans.types[1:] == spans.types[:-1])
-        touches &= ~np.isin(spans.first[1:], starts)
-        prefixes[spans.first[1:][touches]] = BEGIN
+        is_adjacent = (spans.first[1:] == spans.end[:-1]) & (spans.types[1:] == spans.types[:-1])
+        is_adjacent &= ~np.isin(spans.first[1:], starts)
+        prefixes[spans.first[1:][is_adjacent]] = BEGIN
     return prefixes
 
 
 def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
-    """Return the words whose prefix violates `scheme`, int64, given the entities that conlleval decodes."""
+    """Return the indices of words whose prefix differs from the one that `scheme` requires for conlleval's entities."""
     return np.flatnonzero(write_prefixes(find_entities(tags), tags.starts, scheme) != tags.prefixes)
 
 
 def detect_scheme(tags: TaggedSentences) -> Scheme:
-    """Return BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
+    """Return bioes if there is an E or S, else iob1 or iob2, whichever fewer tags violate.
 
     In valid IOB2, no entity starts with I; in IOB1, almost all do.
     """
@@ -133,15 +130,15 @@ def detect_scheme(tags: TaggedSentences) -> Scheme:
 
 
 def has_ends(tags: TaggedSentences) -> bool:
-    """Return whether there is an E or S, which only BIOES has."""
-    return bool(_is(tags.prefixes, END, SINGLE).any())
+    """Return whether a prefix is E or S, which only BIOES has."""
+    return bool(_is_any(tags.prefixes, END, SINGLE).any())
 
 
 @dataclass(frozen=True)
 class EntityCounts:
     """True, predicted and correctly predicted entities of each of K types."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names of the types
     gold: np.ndarray  # int64 [K]
     predicted: np.ndarray  # int64 [K]
     correct: np.ndarray  # int64 [K], equal in start, end and type
@@ -171,25 +168,24 @@ class EntityCounts:
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    true, guesses, right = _matched(gold, predicted, rule)
+    true, guesses, is_correct = _match(gold, predicted, rule)
     size = len(predicted.names)
     return EntityCounts(
         predicted.names,
         gold=np.bincount(true.types, minlength=size),
         predicted=np.bincount(guesses.types, minlength=size),
-        correct=np.bincount(guesses.types[right], minlength=size),
+        correct=np.bincount(guesses.types[is_correct], minlength=size),
     )
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
     """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
-    true, guesses, right = _matched(gold, predicted, "conlleval")
+    true, guesses, is_correct = _match(gold, predicted, "conlleval")
     sentences = len(gold.starts) - 1
-    # Word i is in the sentence with the last start at or before it; empty sentences have none.
-    numbered = (
-        np.searchsorted(gold.starts, first, "right") - 1 for first in (true.first, guesses.first, guesses.first[right])
-    )
-    total, predictions, correct = (np.bincount(index, minlength=sentences) for index in numbered)
+    # A word is in the last sentence that starts at or before it; empty sentences have no words.
+    first_words = (true.first, guesses.first, guesses.first[is_correct])
+    sentence_indices = (np.searchsorted(gold.starts, first, "right") - 1 for first in first_words)
+    total, predictions, correct = (np.bincount(index, minlength=sentences) for index in sentence_indices)
 
     def f1(rows: np.ndarray) -> float:
         return precision_recall_f1(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
@@ -197,7 +193,7 @@ def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[floa
     return bootstrap(f1, sentences)
 
 
-def _matched(
+def _match(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
     """Return (true entities, predicted ones, whether each predicted one is correct)."""
@@ -208,14 +204,14 @@ def _matched(
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
-    """Return the fraction of words whose whole tag is correct; 0 without words."""
+    """Return the fraction of words whose prefix and type are correct; 0 without words."""
     if not len(gold):
         return 0.0
     return float(((gold.prefixes == predicted.prefixes) & (gold.types == predicted.types)).mean())
 
 
 def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, float]:
-    """Return precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
+    """Return precision, recall and F1, as fractions of 1, from numbers of entities; 0 if undefined."""
     precision = correct / predicted if predicted else 0.0
     recall = correct / gold if gold else 0.0
     total = precision + recall
@@ -223,15 +219,15 @@ def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, fl
 
 
 def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """Return (previous word's prefix, O at the start of a sentence; whether its type is the same), [W] each."""
-    previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
-    previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
-    fresh = tags.starts[:-1][tags.starts[:-1] < len(tags)]
-    previous[fresh], same[fresh] = OUTSIDE, False
-    return previous, same
+    """Return (prefix of the previous word, O at the start of a sentence; whether it has the same type), [W] each."""
+    previous, same_type = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
+    previous[1:], same_type[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
+    first_words = tags.starts[:-1][tags.starts[:-1] < len(tags)]
+    previous[first_words], same_type[first_words] = OUTSIDE, False
+    return previous, same_type
 
 
-def _is(prefixes: np.ndarray, *members: int) -> np.ndarray:
+def _is_any(prefixes: np.ndarray, *members: int) -> np.ndarray:
     table = np.zeros(len(PREFIXES), bool)
     table[list(members)] = True
     return table[prefixes]

@@ -6,29 +6,29 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from finetune.tasks.custom_metric import metric_error
 from finetune.tasks.datasets.files import is_encoding
-from finetune.tasks.own_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
-    ".jsonl, .json and .parquet have records (tokens and tags, or text and entities); .csv a word in each row; any "
-    "other file CoNLL columns. May be compressed (.gz, .bz2, .xz)."
+    ".jsonl, .json and .parquet have records (tokens and tags, or text and entities); .csv has one word per row; any "
+    "other file has CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
 
 
 class EntitiesSettings(Section):
-    """Named entities from CoNLL columns or JSON lines."""
+    """Named entity recognition, from CoNLL columns, JSON or tables."""
 
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
-    dev: LocalPath = Field(default="", description="Labeled file that chooses the checkpoint; empty for none.")
+    dev: LocalPath = Field(default="", description="Labeled file used to select the best checkpoint; empty for none.")
     test: LocalPath = Field(
-        default="", description="File to predict at the end, labeled or not; empty for none. It chooses nothing."
+        default="", description="File to predict after training, and to score if labeled; empty for none."
     )
     token_column: int = Field(
-        default=0, description="Column of the words, counted from 0; negative numbers count from the last."
+        default=0, description="Index of the word column, from 0; negative ones count from the last column."
     )
     label_column: int = Field(
-        default=-1, description="Column of the tags, counted the same way; a test file with one column has no labels."
+        default=-1, description="Index of the tag column, like token_column; a test file with one column has no tags."
     )
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
@@ -41,29 +41,29 @@ class EntitiesSettings(Section):
         description="Without dev: fraction of the training sentences to hold out, stratified by entity type.",
     )
     tag_names: tuple[str, ...] = Field(
-        default=(), description="Names of tags that are numbers in records, in order, such as [O, B-PER, I-PER]."
+        default=(), description="Names of numeric tags in records, in numeric order, such as [O, B-PER, I-PER]."
     )
     encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
     labels: tuple[str, ...] = Field(
-        default=(), description="Entity types, such as PER. Empty: all in the training file."
+        default=(), description="Entity types, such as PER. Empty: all types in the training file."
     )
     document_context: bool | int = Field(
         default=False,
-        description="Show the model adjacent sentences of the same document. true fills the window (BERT "
-        "paper); a number is tokens on each side (FLERT: 64). In columns, documents end at -DOCSTART- or `# newdoc`; "
-        "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
-        "sentence still has a separate window, so this costs time.",
+        description="Give the model adjacent sentences of the same document as context. true fills the window (BERT "
+        "paper); a number limits the tokens on each side (FLERT: 64). In columns, a document starts at -DOCSTART- or "
+        "`# newdoc`; without these, the file is one document. In records, adjacent ones with the same `document` form "
+        "one. Each sentence still has a separate window, so this costs time.",
     )
     tune_outside: bool = Field(
         default=False,
-        description="Subtract a penalty from the logits of O, from -1 to 4 nats, chosen for the best `metric` on the "
-        "dev set. Finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
+        description="Subtract a penalty from the logits of O, from -1 to 4 nats, tuned for the best `metric` on the "
+        "dev set. Finds more entities if they are rare. The dev score becomes slightly optimistic.",
     )
     metric: str = Field(
         default="f1",
-        description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
-        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags). "
-        "A custom function is my_package.scores:name.",
+        description="Score used to select the best checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (mean "
+        "over types), strict_f1 (seqeval's strict mode), accuracy (fraction of correct tags), or a custom function, "
+        "such as my_package.scores:name.",
     )
 
     @field_validator("metric")
@@ -76,21 +76,21 @@ class EntitiesSettings(Section):
     @model_validator(mode="after")
     def _check_dev(self) -> EntitiesSettings:
         if self.dev and self.dev_share:
-            raise ValueError("dev_share: there is a dev set; set one of the two")
+            raise ValueError("dev_share: dev is set, too; use one of the two")
         return self
 
     @field_validator("document_context")
     @classmethod
     def _check_context(cls, value: bool | int) -> bool | int:
         if value < 0:
-            raise ValueError(f"{value} tokens of context; expected true, false or a number of at least 0")
+            raise ValueError(f"{value} tokens of context; expected true, false or an integer >= 0")
         return value
 
     @field_validator("encoding")
     @classmethod
     def _check_encoding(cls, value: str) -> str:
         if not is_encoding(value):
-            raise ValueError(f"{value!r} is not an encoding that Python knows; utf-8 is the usual one")
+            raise ValueError(f"{value!r} is not a Python encoding; use one such as utf-8 or latin-1")
         return value
 
     @field_validator("labels")

@@ -1,4 +1,4 @@
-"""Sources of sentences: files in any tagging scheme, converted to IOB2 with the known types."""
+"""Reads sentences from files in any tagging scheme, and converts their tags to IOB2."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 _BILOU = str.maketrans("LU", "ES")
 
 FileUse = Literal["train", "dev", "other"]
-"""Use of a file. Entity types that the model does not know are an error in a dev set, and a remark elsewhere."""
+"""What a file is used for. Types unknown to the model are errors in train and dev, and only remarks in others."""
 
 
 class SentenceSource:
-    """Sentences of one config. The training file defines types, tagging scheme and word segmentation.
+    """Reads the sentences of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
         state: what `state()` of a trained model returned.
@@ -53,42 +53,42 @@ class SentenceSource:
 
     @property
     def cut(self) -> Segmenter:
-        """Function that segments plain text into words as in the training set."""
+        """Function that segments plain text into words like the training set."""
         return self._cuts or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return {"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
+        """Return {"types": in the order of the labels, "scheme": scheme of files, "word_cuts": `WordCuts.state`}."""
         cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
     def read_train(self) -> list[Sentence]:
         """Return the training set without the part that `dev_share` holds out; learn types, scheme and segmentation."""
         if not self._settings.train:
-            raise InputError("train: empty. Give the file of labeled training sentences.")
+            raise InputError("train: empty. Set it to the file of labeled training sentences.")
         sentences = self._read(self._settings.train, labeled=True, use="train")
         self._cuts = WordCuts.learn(chain.from_iterable(sentence.words for sentence in sentences))
         self._is_trained = True
-        return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
+        return self._select(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
         """Return the dev set, or the part of the training set that `dev_share` holds out; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labeled=True, use="dev"), held_out=True)
+            return self._select(self.read(self._settings.train, labeled=True, use="dev"), held_out=True)
         return self.read(self._settings.dev, labeled=True, use="dev") if self._settings.dev else []
 
-    def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
+    def _select(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Return the sentences that `dev_share` holds out, stratified by entity type, or the others."""
         share = self._settings.dev_share
         types = [{metrics.parse_tag(tag)[1] for tag in sentence.tags or () if tag != "O"} for sentence in sentences]
         texts = ["\0".join(sentence.words) for sentence in sentences]
         flags = splits.held_out(texts, types, round(share * len(set(texts))))
-        part = [sentence for sentence, flag in zip(sentences, flags, strict=True) if flag == held_out]
-        if not part:  # a sentence of each type stays in the training set
+        selected = [sentence for sentence, flag in zip(sentences, flags, strict=True) if flag == held_out]
+        if not selected:  # a sentence of each type stays in the training set
             sentence_count = counted(len(sentences), "sentence")
             raise InputError(
                 f"{self._settings.train}: dev_share {share} of {sentence_count} leaves the dev set empty. Raise it."
             )
-        return part
+        return selected
 
     def read(self, path: str, *, labeled: bool, plain: bool = False, use: FileUse = "other") -> list[Sentence]:
         """Read another file; with `plain`, a .txt may have one document per line."""
@@ -114,33 +114,36 @@ class SentenceSource:
         tagged = [sentence for sentence in sentences if sentence.tags is not None]
         lines = []
         if labeled and len(tagged) < len(sentences):
-            missing = (sentence.missing for sentence in sentences if sentence.tags is None)
+            missing = (sentence.missing_reason for sentence in sentences if sentence.tags is None)
             lines.append(left_out_line(path, len(sentences), missing))
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
-            converted, kept = iter(self._with_iob2(tagged, remarks, use)), tagged if labeled else sentences
+            converted, kept = iter(self._convert_to_iob2(tagged, remarks, use)), tagged if labeled else sentences
             sentences = [sentence if sentence.tags is None else next(converted) for sentence in kept]
         for line in (line for line in (*lines, *remarks.lines()) if line not in self.remarks):
             self.remarks.append(line)
             logger.warning("%s", line)
         return sentences
 
-    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, use: FileUse) -> list[Sentence]:
+    def _convert_to_iob2(self, sentences: list[Sentence], remarks: Remarks, use: FileUse) -> list[Sentence]:
         """Convert the tags of `sentences` from the file's scheme to IOB2."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=use == "train")
+        scheme = self._find_scheme(sentences, tags, is_train=use == "train")
         if use == "train":
-            self._learn_types(sentences, tags)
+            self._set_types(sentences, tags)
         self._check_types(sentences, tags, remarks if use == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write_prefixes(metrics.find_entities(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
-        written = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
+        converted = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
-        return [replace(old, tags=written[first:end]) for old, (first, end) in zip(sentences, bounds, strict=True)]
+        return [replace(old, tags=converted[first:end]) for old, (first, end) in zip(sentences, bounds, strict=True)]
 
-    def _scheme_of(self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool) -> metrics.Scheme:
+    def _find_scheme(
+        self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool
+    ) -> metrics.Scheme:
+        """Return the tagging scheme of a file; detect it if it is not set or differs."""
         scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval finds the same entities in both.
         differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
@@ -150,12 +153,11 @@ class SentenceSource:
                 self._scheme = scheme
         return scheme
 
-    def _learn_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
+    def _set_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
         if not tags.names:
             raise InputError(
-                f"{sentences[0].source}: no entity in {counted(len(sentences), 'sentence')}, only O: nothing to "
-                "learn. Check "
-                f"label_column ({self._settings.label_column})."
+                f"{sentences[0].source}: no entity in {counted(len(sentences), 'sentence')}, only O, so nothing to "
+                f"learn. Check label_column ({self._settings.label_column})."
             )
         if not self.types:
             self.types = tuple(sorted(tags.names))
@@ -168,7 +170,7 @@ class SentenceSource:
         word = int(np.flatnonzero(unknown[tags.types])[0])
         if remarks is not None:
             names = ", ".join(name for name in tags.names if name not in self.types)
-            remark = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
+            remark = f"the model does not know the types {names}; they stay in the gold labels and count as missed"
             return remarks.add(remark, _location(sentences, tags, word))
         raise InputError(
             f"{_location(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
@@ -180,9 +182,9 @@ class SentenceSource:
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """Return the tags of all sentences; BILOU's L and U become E and S."""
     distinct = {tag for sentence in sentences for tag in cast(Sequence[str], sentence.tags)}
-    known = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
+    iobes = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
     _check_tags(sentences, distinct)
-    return metrics.encode_tags([[known[tag] for tag in cast(Sequence[str], sentence.tags)] for sentence in sentences])
+    return metrics.encode_tags([[iobes[tag] for tag in cast(Sequence[str], sentence.tags)] for sentence in sentences])
 
 
 def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
@@ -193,7 +195,8 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
         for number, tag in enumerate(cast(Sequence[str], sentence.tags)):
             if tag in wrong:
                 check_surrogates(tag, "the tag", sentence.where(number))
-                advice = "Check label_column; each line has one word and its tag." if sentence.lined else "Correct it."
+                by_line = sentence.one_word_per_line
+                advice = "Check label_column; each line has one word and its tag." if by_line else "Correct it."
                 raise InputError(
                     f"{sentence.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as "
                     f"B-PER. {advice}"
@@ -210,29 +213,27 @@ def _check_scheme(
 ) -> None:
     if scheme != "bioes" and metrics.has_ends(tags):
         where = _location(sentences, tags, int(np.flatnonzero(tags.prefixes > metrics.INSIDE)[0]))
-        raise InputError(f"{where}: a tag of bioes, but the scheme is {scheme}. Set `scheme: bioes` or auto.")
-    scheme_violations = metrics.scheme_violations(tags, scheme)
-    if len(scheme_violations):
-        where = _location(sentences, tags, int(scheme_violations[0]))
-        remarks.add(
-            f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(scheme_violations)
-        )
+        raise InputError(f"{where}: a bioes tag, but the scheme is {scheme}. Set `scheme: bioes` or auto.")
+    violations = metrics.scheme_violations(tags, scheme)
+    if len(violations):
+        where = _location(sentences, tags, int(violations[0]))
+        remarks.add(f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(violations))
 
 
 def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
-    """Report documents that are interrupted by others."""
+    """Add remarks about documents that are interrupted by others."""
     seen: set[str] = set()
     for sentence in sentences:
-        if sentence.index == 0 and sentence.name is not None:
-            if sentence.name in seen:
+        if sentence.index == 0 and (name := sentence.document_name) is not None:
+            if name in seen:
                 remarks.add(
-                    f"document {sentence.name!r} continues after another one; its parts are not context for each other",
+                    f"document {name!r} continues after another one; its parts are treated as separate documents",
                     sentence.where(),
                 )
-            seen.add(sentence.name)
+            seen.add(name)
 
 
 def _location(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
-    """Return file and line of a word, counted over all sentences."""
-    number = int(np.searchsorted(tags.starts, word, "right")) - 1
-    return sentences[number].where(word - int(tags.starts[number]))
+    """Return file and line of the word with this index, counted over all sentences."""
+    index = int(np.searchsorted(tags.starts, word, "right")) - 1
+    return sentences[index].where(word - int(tags.starts[index]))

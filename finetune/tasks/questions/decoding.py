@@ -1,4 +1,4 @@
-"""Turn logits into answers, with their official scores and the input files of SQuAD's scripts."""
+"""Turn logits into answers, compute their official scores, and write the input files of SQuAD's scripts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
-N_BEST = 20  # start and end positions to combine in each window, and answers to list (run_squad.py)
-CELLS = 1 << 22  # maximum size of a table in decoding: 32 MiB of float64
+N_BEST = 20  # number of start and end positions to combine per window, and of answers to return (run_squad.py)
+CELLS = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -27,34 +27,35 @@ Predictions = Sequence[Mapping[str, Any]]
 class AnswerDecoder:
     """Chooses answers from logits and scores them."""
 
-    max_answer_tokens: int
+    max_answer_tokens: int  # maximum tokens of an answer
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
     threshold: float  # predict no answer if its score exceeds the best answer's by more than this
 
-    def predictions(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
+    def decode(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
         spans = _spans(windows, logits, self.max_answer_tokens)
-        texts = _Texts(examples, windows, spans)
-        first_F = np.searchsorted(windows.examples, np.arange(len(examples)))
-        cls = logits[windows.starts[:-1]].astype(np.float64).sum(1)
-        null_N = np.minimum.reduceat(cls, first_F) if len(examples) else cls
+        candidates = _AnswerTexts(examples, windows, spans)
+        first_window_N = np.searchsorted(windows.examples, np.arange(len(examples)))
+        null_F = logits[windows.starts[:-1]].astype(np.float64).sum(1)  # score of no answer: logits of [CLS]
+        null_N = np.minimum.reduceat(null_F, first_window_N) if len(examples) else null_F
         counts = np.bincount(windows.examples, minlength=len(examples))
         return [
-            self._prediction(question, texts.best(number, N_BEST), float(null), int(count))
-            for number, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
+            self._prediction(question, candidates.best(index, N_BEST), float(null), int(count))
+            for index, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
         ]
 
-    def _prediction(self, question: Question, entries: list[_Entry], null: float, windows: int) -> dict[str, Any]:
+    def _prediction(self, question: Question, entries: list[_Candidate], null: float, windows: int) -> dict[str, Any]:
+        """Return the prediction for a question with `windows` windows, where no answer has the score `null`."""
         # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
-        best = entries[0] if entries else _Entry("", 0, 0, 0.0)
-        no_answer_entry = _Entry("", 0, 0, null)
+        best = entries[0] if entries else _Candidate("", 0, 0, 0.0)
+        no_answer_entry = _Candidate("", 0, 0, null)
         no_answer = null - best.score if self.unanswerable else 0.0
         if self.unanswerable or not entries:
-            before = sum(entry.score >= null for entry in entries)
-            entries = [*entries[:before], no_answer_entry, *entries[before:]]
-            entries = entries[:N_BEST] if before < N_BEST else [*entries[:N_BEST], no_answer_entry]
+            rank = sum(entry.score >= null for entry in entries)
+            entries = [*entries[:rank], no_answer_entry, *entries[rank:]]
+            entries = entries[:N_BEST] if rank < N_BEST else [*entries[:N_BEST], no_answer_entry]
         probabilities = _softmax([entry.score for entry in entries])
-        answer = no_answer_entry if not best.text or self._is_nothing(no_answer) else best
+        answer = no_answer_entry if not best.text or self._is_unanswered(no_answer) else best
         return {
             "id": question.id,
             "answer": answer.text,
@@ -89,7 +90,7 @@ class AnswerDecoder:
         highest, threshold = best_threshold(golds, best, scores, no_answer)
         if highest > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
-        # Answering nothing is best. The script then returns 0; our scores are logits and may be below it.
+        # Answering no question is best. The script then returns 0, but our scores, which are logits, may be below 0.
         return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
@@ -97,27 +98,27 @@ class AnswerDecoder:
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
             raise InputError(
-                "predictions: there are none for these questions. Give predictions with the ids of the questions."
+                "predictions: none is for one of these questions. Give predictions with the ids of the questions."
             )
         if not self.unanswerable:
             return squad_v1(golds, answers)
         best = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
         no_answer = {prediction["id"]: float(prediction["no_answer_score"]) for prediction in predictions}
-        thresholds = squad_v2(golds, best, no_answer)
-        return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
+        scores = squad_v2(golds, best, no_answer)
+        return squad_v2(golds, answers) | {name: scores[name] for name in scores if name.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
         """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
         score_answer = score_v2 if self.unanswerable else score_v1
-        golds, answers = self.compared(examples, predictions)
+        golds, answers = self.aligned_answers(examples, predictions)
         scores = [score_answer(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
         return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
 
-    def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
-        """Return the gold answers of each question that has a prediction, and the predicted ones."""
+    def aligned_answers(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Any], list[str]]:
+        """Return (lists of gold answers, predicted answers) of the questions that have a prediction."""
         golds, answers = _golds(examples), self._answers(predictions)
-        predicted = [question for question in golds if question in answers]
-        return [golds[question] for question in predicted], [answers[question] for question in predicted]
+        ids = [question for question in golds if question in answers]
+        return [golds[question] for question in ids], [answers[question] for question in ids]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
@@ -135,11 +136,11 @@ class AnswerDecoder:
     def _answers(self, predictions: Predictions) -> dict[str, str]:
         """Return {id: answer} at the current threshold."""
         return {
-            entry["id"]: "" if self._is_nothing(float(entry["no_answer_score"])) else entry["best_non_empty"]
+            entry["id"]: "" if self._is_unanswered(float(entry["no_answer_score"])) else entry["best_non_empty"]
             for entry in predictions
         }
 
-    def _is_nothing(self, no_answer_score: float) -> bool:
+    def _is_unanswered(self, no_answer_score: float) -> bool:
         return self.unanswerable and no_answer_score > self.threshold
 
 
@@ -148,66 +149,61 @@ class AnswerDecoder:
 
 @dataclass(frozen=True)
 class _Spans:
-    """S candidate answers, grouped by example, the best first."""
+    """S candidate answers, grouped by example, best first."""
 
-    examples: np.ndarray  # int64 [S], ascending
-    first: np.ndarray  # int64 [S], rows of windows.extra["offsets"]
-    last: np.ndarray  # int64 [S]
+    examples: np.ndarray  # int64 [S], ascending: index of the example
+    first: np.ndarray  # int64 [S], index of the first token in windows.extra["offsets"]
+    last: np.ndarray  # int64 [S], index of the last token there
     scores: np.ndarray  # float64 [S], start logit plus end logit
 
 
 def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     """Combine the `N_BEST` start and end positions of each window into answers of at most `max_tokens` tokens.
 
-    If these give an example no answer, all its positions are combined.
+    If that gives no answer for an example, all its positions are combined.
     """
     length_F = windows.extra["context_length"]
-    starting_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
-    widest = max(1, int(length_F.max(initial=0)))
+    may_start_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
+    max_length = max(1, int(length_F.max(initial=0)))
     parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
-    parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(N_BEST, widest), max_tokens)
+    parts += _combine(windows, logits, np.arange(len(windows)), may_start_T, min(N_BEST, max_length), max_tokens)
     answered = np.concatenate([part[0] for part in parts])
     unanswered = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
-    parts += _combined(windows, logits, unanswered, starting_T, widest, max_tokens)
+    parts += _combine(windows, logits, unanswered, may_start_T, max_length, max_tokens)
     examples, first, last, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.lexsort((-scores, examples))  # stable: of equals, the earlier window and the better start
+    order = np.lexsort((-scores, examples))  # stable: ties keep the earlier window and the better start
     return _Spans(examples[order], first[order], last[order], scores[order])
 
 
-def _combined(
-    windows: Windows, logits: np.ndarray, chosen: np.ndarray, starting_T: np.ndarray, n: int, max_tokens: int
+def _combine(
+    windows: Windows, logits: np.ndarray, selected: np.ndarray, may_start_T: np.ndarray, n: int, max_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (examples, first, last, scores) as in `_Spans`, of the windows `chosen`, unordered.
+    """Yield (examples, first, last, scores) as in `_Spans`, of the windows with the indices `selected`, unordered.
 
-    starting_T: bool, whether an answer may start at each context token of all windows, concatenated.
+    may_start_T: bool, whether an answer may start at each context token, for all windows, concatenated.
     """
     length_F = windows.extra["context_length"]
     context_start_F = np.cumsum(length_F) - length_F
-    starting_T = np.append(starting_T, False)  # an entry to index even if no context has a token
-    at = np.arange(max(1, int(length_F.max(initial=0))))
-    step = max(1, CELLS // max(len(at), n * n))
-    for first in range(0, len(chosen), step):
-        window = chosen[first : first + step]
-        inside = at < length_F[window, None]
-        may_start = inside & starting_T[np.where(inside, context_start_F[window, None] + at, 0)]
-        row = np.where(inside, windows.extra["context_row"][window, None] + at, 0)
+    may_start_T = np.append(may_start_T, False)  # so that index 0 exists even if no context has a token
+    position = np.arange(max(1, int(length_F.max(initial=0))))
+    step = max(1, CELLS // max(len(position), n * n))
+    for first in range(0, len(selected), step):
+        window = selected[first : first + step]
+        inside = position < length_F[window, None]
+        may_start = inside & may_start_T[np.where(inside, context_start_F[window, None] + position, 0)]
+        token = np.where(inside, windows.extra["context_row"][window, None] + position, 0)
         starts, ends = (
-            np.where(mask, logits[row, column].astype(np.float64), -np.inf)
+            np.where(mask, logits[token, column].astype(np.float64), -np.inf)
             for column, mask in enumerate((may_start, inside))
         )
         # Of equal logits the earlier token wins, as in run_squad.py.
         start, end = (np.argsort(-scores, axis=1, kind="stable")[:, :n] for scores in (starts, ends))
-        left, right = np.take_along_axis(starts, start, 1), np.take_along_axis(ends, end, 1)
-        total = left[:, :, None] + right[:, None, :]
+        start_scores, end_scores = np.take_along_axis(starts, start, 1), np.take_along_axis(ends, end, 1)
+        total = start_scores[:, :, None] + end_scores[:, None, :]
         tokens = end[:, None, :] - start[:, :, None] + 1
-        number, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
-        base = windows.extra["context_token"][window[number]]
-        yield (
-            windows.examples[window[number]],
-            base + start[number, i],
-            base + end[number, j],
-            total[number, i, j],
-        )
+        row, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
+        base = windows.extra["context_token"][window[row]]
+        yield windows.examples[window[row]], base + start[row, i], base + end[row, j], total[row, i, j]
 
 
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -218,32 +214,32 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     the last window is shorter.
     """
     total = int(lengths.sum())
-    owned = np.ones(total, bool)
-    several = np.bincount(examples)[examples] > 1 if len(examples) else np.zeros(0, bool)
-    if not several.any():
-        return owned
-    window = np.flatnonzero(several)
+    has_most = np.ones(total, bool)
+    has_several = np.bincount(examples)[examples] > 1 if len(examples) else np.zeros(0, bool)
+    if not has_several.any():
+        return has_most
+    window = np.flatnonzero(has_several)
     length = lengths[window]
     position = ragged(np.zeros(len(window), np.int64), length)
     context = np.minimum(position, np.repeat(length, length) - 1 - position)
     # Number the tokens of each example: its first window starts where its context does.
-    firsts, number = np.unique(examples[window], return_inverse=True)
-    start = tokens[window] - tokens[np.searchsorted(examples, firsts)][number]
-    size = np.zeros(len(firsts), np.int64)
-    np.maximum.at(size, number, start + length)
-    key = np.repeat((np.cumsum(size) - size)[number] + start, length) + position
+    distinct, group = np.unique(examples[window], return_inverse=True)
+    start = tokens[window] - tokens[np.searchsorted(examples, distinct)][group]
+    size = np.zeros(len(distinct), np.int64)
+    np.maximum.at(size, group, start + length)
+    key = np.repeat((np.cumsum(size) - size)[group] + start, length) + position
     largest = np.full(size.sum(), -1)
     np.maximum.at(largest, key, context)
     best = np.flatnonzero(context == largest[key])[::-1]
     owner = np.full(len(largest), -1)
     owner[key[best]] = best  # in reverse order, so that the first of equals is written last
-    owned[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
-    return owned
+    has_most[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
+    return has_most
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A candidate answer, context[start:end]; score is the sum of its two logits."""
+class _Candidate:
+    """A candidate answer, context[start:end]; its score is the sum of the start and end logits."""
 
     text: str
     start: int
@@ -251,41 +247,41 @@ class _Entry:
     score: float
 
 
-class _Texts:
-    """Candidate answers as spans of the original context."""
+class _AnswerTexts:
+    """Converts candidate answers from token spans to spans of the original context."""
 
     def __init__(self, examples: Sequence[Question], windows: Windows, spans: _Spans) -> None:
         self._examples = examples
-        self._bounds = np.searchsorted(spans.examples, np.arange(len(examples) + 1)).tolist()
+        self._span_bounds = np.searchsorted(spans.examples, np.arange(len(examples) + 1)).tolist()
         offsets = windows.extra["offsets"]
-        stop_N = np.zeros(len(examples), np.int64)  # end of the last token of each example's context
+        stop_N = np.zeros(len(examples), np.int64)  # index after the last token of each example's context
         stop_F = windows.extra["context_token"] + windows.extra["context_length"]
         stop_N[windows.examples] = stop_F  # the last window of each example is written last
         starts = np.append(offsets[:, 0], 0)
         is_last = spans.last + 1 >= stop_N[spans.examples]
         self._start = offsets[spans.first, 0].tolist()
         self._end = offsets[spans.last, 1].tolist()
-        self._next = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
+        self._next_start = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
-    def best(self, number: int, n: int) -> list[_Entry]:
-        """Return the best `n` distinct answers to question `number`, the best first."""
-        entries: dict[str, _Entry] = {}
-        for span, start, end in self._places(number):
-            text = self._examples[number].context[start:end]
+    def best(self, index: int, n: int) -> list[_Candidate]:
+        """Return the best `n` distinct answers to the question with this index, best first."""
+        entries: dict[str, _Candidate] = {}
+        for span, start, end in self._stripped_spans(index):
+            text = self._examples[index].context[start:end]
             if text and text not in entries:
-                entries[text] = _Entry(text, start, end, self._scores[span])
+                entries[text] = _Candidate(text, start, end, self._scores[span])
                 if len(entries) == n:
                     break
         return list(entries.values())
 
-    def _places(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (span, start, end) of each answer, stripped of white space."""
-        context = self._examples[number].context
-        for span in range(self._bounds[number], self._bounds[number + 1]):
+    def _stripped_spans(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (index of span, start, end) of each answer, without surrounding white space, in characters."""
+        context = self._examples[index].context
+        for span in range(self._span_bounds[index], self._span_bounds[index + 1]):
             start, end = self._start[span], self._end[span]
             if not context.isascii():
-                end = _with_marks(context, end, self._next[span])
+                end = _after_marks(context, end, self._next_start[span])
             # Tokens of SentencePiece may include the space before the word.
             while start < end and context[start].isspace():
                 start += 1
@@ -294,8 +290,8 @@ class _Texts:
             yield span, start, end
 
 
-def _with_marks(context: str, end: int, limit: int) -> int:
-    """Move `end` past combining marks without a token: BERT's normalizer drops accents."""
+def _after_marks(context: str, end: int, limit: int) -> int:
+    """Return the index after the combining marks at `end`, which have no token: BERT's normalizer drops accents."""
     limit = min(limit, len(context))
     while end < limit and unicodedata.category(context[end])[0] == "M":
         end += 1

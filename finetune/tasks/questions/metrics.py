@@ -45,10 +45,10 @@ def squad_v2(
 
     Args:
         golds: gold answers of each question.
-        answers: predicted answers, "" for no answer.
-        no_answer_scores: likelihood that each question has no answer.
+        answers: predicted answer of each question, "" for no answer.
+        no_answer_scores: score of each question that it has no answer; higher is more likely.
 
-    The best_ scores use the best threshold; for them, `answers` should not contain "" because of a threshold. The
+    The best_ scores are for the best threshold; they need `answers` that were predicted without a threshold. The
     script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
 
     Raises:
@@ -82,7 +82,7 @@ def best_threshold(
     between questions with equal no-answer scores, which `score > threshold` cannot separate.
 
     Args:
-        scores: exact match or F1 of each answer.
+        scores: exact match or F1 of each question's answer.
     """
     current = best = float(sum(not texts for texts in golds.values()))
     threshold = 0.0
@@ -96,16 +96,16 @@ def best_threshold(
 
 
 def score_v1(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """Return (exact match, F1) of one answer to one question, the best over its golds."""
-    return _best(golds, answer, _f1_v1)
+    """Return (exact match, F1) of one answer to one question, the best over its gold answers."""
+    return _best_score(golds, answer, _f1_v1)
 
 
 def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """Return (exact match, F1) of one answer to one question; no golds means that only "" is right."""
-    return _best([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
+    """Return (exact match, F1) of one answer to one question; without gold answers, only "" is correct."""
+    return _best_score([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
 
 
-def _best(golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]) -> tuple[float, float]:
+def _best_score(golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]) -> tuple[float, float]:
     predicted = normalize_answer(answer)
     normalized = [normalize_answer(text) for text in golds]
     words = predicted.split()
@@ -125,7 +125,7 @@ def _f1_v2(gold: list[str], answer: list[str]) -> float:
 
 
 def means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the means of (exact match, F1), and their count."""
+    """Return the means of `scores`, (exact match, F1) each, and their number."""
     total = len(scores)
     return {
         "exact": sum(exact for exact, _ in scores) / total,

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from finetune.tasks.own_metric import metric_error
+from finetune.tasks.custom_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 
@@ -13,15 +13,15 @@ class QuestionsSettings(Section):
 
     train: LocalPath = Field(
         default="",
-        description="Training questions: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json, .jsonl, "
+        description="Training questions: nested .json as in SQuAD v1.1 or v2.0, or flat records in .json, .jsonl, "
         ".parquet, .csv or .tsv.",
     )
     dev: LocalPath = Field(
-        default="", description="Questions to score on; they choose the checkpoint and the threshold."
+        default="", description="Labeled questions used to select the best checkpoint and the threshold."
     )
     test: LocalPath = Field(
         default="",
-        description="Questions to answer at the end, and to score if they have answers; they choose nothing.",
+        description="Questions to answer after training, and to score if labeled; not used for any selection.",
     )
     stride: int = Field(
         default=128,
@@ -30,9 +30,9 @@ class QuestionsSettings(Section):
         "doc_stride of Google's run_squad.py is the distance between window starts instead.",
     )
     max_question_tokens: int = Field(
-        default=64, ge=1, description="Longer questions are cut to this many tokens, with a warning in the log."
+        default=64, ge=1, description="Maximum tokens of a question; longer ones are cut, with a warning in the log."
     )
-    max_answer_tokens: int = Field(default=30, ge=1, description="Longest answer to predict, in tokens.")
+    max_answer_tokens: int = Field(default=30, ge=1, description="Maximum tokens of a predicted answer.")
     unanswerable: Literal["auto", True, False] = Field(
         default="auto",
         description="Whether the model may predict that there is no answer (SQuAD v2.0); auto: if the training set has "
@@ -40,17 +40,17 @@ class QuestionsSettings(Section):
     )
     threshold: float | None = Field(
         default=None,
-        description="Predict no answer if its score exceeds the best answer's by more than this; null chooses the "
-        "threshold on the dev set.",
+        description="Predict no answer if its score exceeds the best answer's by more than this; null: tuned on "
+        "the dev set.",
     )
     bad_answers: Literal["stop", "skip"] = Field(
         default="stop",
-        description="Action for answers that are not at their answer_start: stop, or skip them.",
+        description="For answers that are not at their answer_start: stop with an error, or skip them.",
     )
     metric: str = Field(
         default="f1",
-        description="Score that chooses checkpoint and threshold: f1, or exact, v1.1's exact_match. A custom "
-        "function is my_package.scores:name.",
+        description="Score used to select the best checkpoint and threshold: f1, exact (v1.1's exact_match), or a "
+        "custom function, such as my_package.scores:name.",
     )
 
     @field_validator("metric")

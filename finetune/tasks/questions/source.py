@@ -1,4 +1,4 @@
-"""Sources of questions: files, checked against what the model can answer."""
+"""Reads questions from files, and checks that the model can answer them."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 
 
 class QuestionSource:
-    """Questions of one config. The first labeled set determines whether a question may have no answer.
+    """Reads the questions of one config. The first labeled set determines whether a question may have no answer.
 
     Args:
         unanswerable: the value for the trained model; None before training.
@@ -20,7 +20,7 @@ class QuestionSource:
 
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
-        # Scores compare only strings, and the settings of a trained model cannot be changed.
+        # Skip for a trained model: its settings cannot be changed, and scores compare only strings.
         self._policy: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
         known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
         self.unanswerable: bool | None = None if known is None else bool(known)
@@ -32,10 +32,10 @@ class QuestionSource:
         return self.read(self._settings.train, labeled=True, training=True)
 
     def read(self, path: str, *, labeled: bool, training: bool = False, check: bool = True) -> list[Question]:
-        """Read a file; with `check`, refuse questions without an answer if the model always answers."""
+        """Read a file; with `check`, raise `InputError` for questions without an answer if the model always answers."""
         questions = squad.read(path, labeled=labeled)
         policy = self._settings.bad_answers if training else self._policy
-        questions = squad.without_bad_answers(questions, path, policy, training=training)
+        questions = squad.handle_bad_answers(questions, path, policy, training=training)
         impossible = [question.id for question in questions if question.answers == ()]
         if self.unanswerable is None and labeled:
             self.unanswerable = bool(impossible)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
+from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import squad
 from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
-from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
+from finetune.tasks.datasets.text import FramedWindows, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.intervals import bootstrap
-from finetune.tasks.own_metric import metric_name, own_score
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
 from finetune.tasks.questions.source import QuestionSource
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Questions(Task[Question]):
     """Finds the answer to a question as a span of its context.
 
-    A window is `[CLS] question [SEP] part of the context [SEP]`. The head scores each row as start and as end of the
-    answer. The first row, [CLS], means that this window has no answer.
+    A window is `[CLS] question [SEP] part of the context [SEP]`. The head scores each token as start and as end
+    of the answer. The first token, [CLS], stands for no answer in this window.
 
     Args:
         settings: the section `questions` of the config.
@@ -62,7 +62,7 @@ class Questions(Task[Question]):
     def state(self) -> dict[str, Any]:
         return {"unanswerable": self.unanswerable, "threshold": self.threshold}
 
-    # ------------------------------------------------------------ files in
+    # ------------------------------------------------------------ reading files
 
     def read_train(self) -> list[Question]:
         return self._source.read_train()
@@ -96,7 +96,7 @@ class Questions(Task[Question]):
 
         answer: `context[start:end]`, or "" with 0, 0.
         score: its probability among the n best.
-        no_answer_score: the score of no answer minus the score of the best answer; 0 if there always is an answer.
+        no_answer_score: the score of no answer minus the score of the best answer; 0 if no answer is not allowed.
         best_non_empty: the best answer, whatever the threshold.
         nbest: {"text", "start", "end", "probability"}, best first.
         windows: number of windows of the question.
@@ -105,9 +105,9 @@ class Questions(Task[Question]):
         (examples/pytorch/question-answering/utils_qa.py) mostly agree. Where they differ, we follow Google in two
         points: an answer starts only in the window with most context around it, and equal answers are listed once. We
         follow transformers in using the original characters. Unlike both, we take the best n start and end positions
-        of the context's rows, not of all rows; if none of them form an answer, all positions are tried.
+        of the context's tokens, not of all tokens; if none of them form an answer, all are tried.
         """
-        return self._decoder().predictions(examples, windows, logits)
+        return self._decoder().decode(examples, windows, logits)
 
     def scorer_files(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return {id: answer} for evaluate-v1.1.py or -v2.0.py; for the latter also {id: probability of no answer}.
@@ -122,7 +122,7 @@ class Questions(Task[Question]):
         return self.unanswerable and self.settings.threshold is None
 
     def tune(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> None:
-        """Set the threshold to the best one for `metric`, unless the settings do; `score` and `details` use it, too."""
+        """Set the threshold to the best one for `metric`, unless it is set; `score` and `details` use it, too."""
         if self.tunes:
             predictions = self.decode(examples, windows, logits)
             self.threshold = self._decoder().best_threshold(examples, predictions, self.settings.metric)
@@ -137,13 +137,13 @@ class Questions(Task[Question]):
             InputError: no example has a prediction.
         """
         scores = self._decoder().score(examples, predictions)
-        return scores | own_score(self.settings.metric, *self._decoder().compared(examples, predictions))
+        return scores | custom_score(self.settings.metric, *self._decoder().aligned_answers(examples, predictions))
 
     def interval(self, examples: Sequence[Question], predictions: Predictions) -> tuple[float, float] | None:
         if self.metric not in ("exact_match", "exact", "f1"):
             return None
-        means = self._decoder().score_each(examples, predictions, self.metric)
-        return bootstrap(lambda rows: float(means[rows].mean()), len(means))
+        scores = self._decoder().score_each(examples, predictions, self.metric)
+        return bootstrap(lambda rows: float(scores[rows].mean()), len(scores))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
@@ -156,22 +156,22 @@ class Questions(Task[Question]):
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Build windows that share `stride` tokens of context, the same windows for training and prediction.
+        """Build windows; adjacent ones share `stride` tokens of context. Training and prediction use the same windows.
 
-        In training each window is an example, like run_qa's features: a context may be of any length. A window that
-        does not contain the whole answer is labeled as having none (transformers
-        examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first is used.
+        In training, each window counts as an example, like run_qa's features. A window without the whole answer is
+        labeled as having none (transformers examples/pytorch/question-answering/run_qa.py, prepare_train_features).
+        Of several answers, the first is used.
 
         Raises:
-            InputError: windows are too short for the questions and the overlap.
+            InputError: windows are too short for max_question_tokens and stride.
         """
         self._expect_room(encoder)
         questions, question_N = distinct([example.text.strip() for example in examples])
         passages, context_N = distinct([example.context for example in examples])
         encoded, contexts = encoder.encode(questions), encoder.encode(passages)
-        full_N = np.diff(encoded.starts)[question_N]
-        kept_N = np.minimum(full_N, self.settings.max_question_tokens)
-        self._report_cut(examples, full_N)
+        length_N = np.diff(encoded.starts)[question_N]
+        kept_N = np.minimum(length_N, self.settings.max_question_tokens)
+        self._warn_about_cut_questions(examples, length_N)
         capacity_N = encoder.capacity(pair=True) - kept_N
         example, start, length = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
         context_token = contexts.starts[context_N[example]] + start
@@ -200,23 +200,23 @@ class Questions(Task[Question]):
     def _targets(
         self,
         examples: Sequence[Question],
-        contexts: Column,
+        contexts: TokenizedTexts,
         context_N: np.ndarray,
         framed: FramedWindows,
         cut: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (labels uint8 [T, 2], weights float32 [T]) of windows `cut` (example, start, length; int64 [F])."""
+        """Return (labels uint8 [T, 2], weights float32 [T]) of windows `cut`: (example, start, length), int64 [F]."""
         example, start, length = cut
-        first, last, counted_N = _answer_tokens(examples, contexts, context_N)
+        first, last, is_used_N = _answer_tokens(examples, contexts, context_N)
         contains = (first[example] >= start) & (last[example] < start + length)
-        self._report_divided(examples, first >= 0, example[contains])
+        self._warn_about_cut_answers(examples, first >= 0, example[contains])
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
-        cls, counted = framed.starts[:-1], counted_N[example]
+        cls, is_used = framed.starts[:-1], is_used_N[example]
         for column, token in enumerate((first, last)):
-            row = np.where(contains, framed.second + token[example] - start, cls)
-            labels[row[counted], column] = 1
-        weights[cls[counted]] = 1
+            position = np.where(contains, framed.second + token[example] - start, cls)
+            labels[position[is_used], column] = 1
+        weights[cls[is_used]] = 1
         return labels, weights
 
     def _expect_room(self, encoder: TextEncoder) -> None:
@@ -224,16 +224,16 @@ class Questions(Task[Question]):
         capacity = encoder.capacity(pair=True)
         if capacity - max_tokens > stride:
             return
-        fitting = f"stride to at most {(capacity - max_tokens) // 2}"
+        advice = f"stride to at most {(capacity - max_tokens) // 2}"
         if capacity - max_tokens < 2:
-            fitting = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
+            advice = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
-            f"questions: a window of {encoder.max_length} tokens fits {capacity} tokens of text. With "
+            f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
             f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would show no new context. Raise "
-            f"max_length, or set {fitting}."
+            f"max_length, or set {advice}."
         )
 
-    def _report_cut(self, examples: Sequence[Question], lengths: np.ndarray) -> None:
+    def _warn_about_cut_questions(self, examples: Sequence[Question], lengths: np.ndarray) -> None:
         max_tokens = self.settings.max_question_tokens
         if cut := int((lengths > max_tokens).sum()):
             longest = int(lengths.argmax())
@@ -246,10 +246,9 @@ class Questions(Task[Question]):
                 lengths[longest],
             )
 
-    def _report_divided(self, examples: Sequence[Question], answered: np.ndarray, held: np.ndarray) -> None:
-        """Warn about answers that fit into no window; `held`: the examples of windows with an answer, int64."""
-        whole = np.bincount(held, minlength=len(examples)) > 0
-        divided = np.flatnonzero(answered & ~whole)
+    def _warn_about_cut_answers(self, examples: Sequence[Question], answered: np.ndarray, whole: np.ndarray) -> None:
+        """Warn about examples that are `answered`, but not in `whole`: no window contains the whole answer."""
+        divided = np.flatnonzero(answered & (np.bincount(whole, minlength=len(examples)) == 0))
         if len(divided):
             logger.warning(
                 "%d answers do not fit into any window and are trained as having no answer; first question %s. "
@@ -261,17 +260,17 @@ class Questions(Task[Question]):
 
 
 def _answer_tokens(
-    examples: Sequence[Question], contexts: Column, context_N: np.ndarray
+    examples: Sequence[Question], contexts: TokenizedTexts, context_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (first int64 [N], last int64 [N], counted bool [N]): tokens of each context that cover its answer.
+    """Return (first int64 [N], last int64 [N], is_used bool [N]): first and last token of each answer in its context.
 
-    first and last are -1 if there is no answer. Unlabeled questions, or answers without a token, are not counted.
+    They are -1 if there is no answer. Unlabeled questions, and answers without a token, are not used in the loss.
     A character without a token (an accent that the normalizer drops) belongs to the token before it at the answer's
     end, and to the token after it at the answer's start.
     """
     answers = [question.answers[0] if question.answers else None for question in examples]
-    known = np.array([question.answers is not None for question in examples], bool)
-    has = np.array([answer is not None for answer in answers], bool)
+    is_labeled = np.array([question.answers is not None for question in examples], bool)
+    has_answer = np.array([answer is not None for answer in answers], bool)
     start = np.array([answer.start if answer else 0 for answer in answers], np.int64)
     end = start + np.array([len(answer.text) if answer else 0 for answer in answers], np.int64)
     # One search for all contexts: their characters are numbered consecutively.
@@ -283,13 +282,13 @@ def _answer_tokens(
     ends_T = contexts.offsets[:, 1] + text_T * step
     first = np.searchsorted(ends_T, context_N * step + start, "right") - contexts.starts[context_N]
     last = np.searchsorted(starts_T, context_N * step + end, "left") - 1 - contexts.starts[context_N]
-    covered = has & (first <= last) & (start < end)
-    if lost := int((has & ~covered).sum()):
-        at = int(np.flatnonzero(has & ~covered)[0])
+    covered = has_answer & (first <= last) & (start < end)
+    if lost := int((has_answer & ~covered).sum()):
+        index = int(np.flatnonzero(has_answer & ~covered)[0])
         logger.warning(
             "%d answers have no token and are ignored in training; first %s of question %s.",
             lost,
-            ascii(next(answer.text for answer in examples[at].answers or ())),
-            examples[at].id,
+            ascii(next(answer.text for answer in examples[index].answers or ())),
+            examples[index].id,
         )
-    return np.where(covered, first, -1), np.where(covered, last, -1), known & (covered | ~has)
+    return np.where(covered, first, -1), np.where(covered, last, -1), is_labeled & (covered | ~has_answer)
