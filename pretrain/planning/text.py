@@ -87,7 +87,7 @@ def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
     return [
         f"phases.{number}: {'; '.join(reading.line for reading in readings)}"
         for number, readings in enumerate(phase_readings(shards, config))
-        if len(shards.sources) > 1 or readings[0].left_out
+        if len(shards.sources) > 1 or readings[0].skipped_tokens
     ]
 
 
@@ -97,7 +97,7 @@ def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list
     samplers = phase_samplers(shards, config, seed=config.seed)
     for phase, sampler in zip(config.phases, samplers, strict=True):
         counts = sampler.counts(phase.sequences)
-        left = [sampler.left_out(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
+        left = [sampler.skipped_tokens(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
         yield sampler.readings(phase.sequences, left)
         readers = [sampler.sources[n] if count else readers[n] for n, count in enumerate(counts)]
 

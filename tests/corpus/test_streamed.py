@@ -352,7 +352,7 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
         assert [source["name"] for source in shards.sources] == ["a", "b"][:known]
         made = sampler(shards)
         plan = made.plan(np.arange(made.samples_per_epoch))
-        assert plan.ordinary.sum() == sum(len(shard.tokens) for shard in shards.shards)
+        assert plan.content_length.sum() == sum(len(shard.tokens) for shard in shards.shards)
         planned = PretrainConfig.model_validate({**config, "corpus": corpus})
         assert [one.mean_length for one in measured_phases(planned)] == [pytest.approx(plan.lengths.mean(), rel=0.02)]
         assert re.match(rf"length {LENGTH}: an epoch reads a token 1.000 times", reading_lines(planned)[0])
