@@ -23,7 +23,7 @@ from pretrain.corpus.blocks import ARRAYS, BLOCK_TOKENS
 from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported_feature
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.recording import choose_graphs, with_graphs
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
@@ -161,7 +161,7 @@ def _used_devices(config: PretrainConfig) -> int:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    objective, model = objective_of(config, size), config.model
+    objective, model = make_objective(config, size), config.model
     trained, whole = objective.parameters(), objective.trained
     if len(trained) > 1:
         rows = [
@@ -248,7 +248,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         "  executed: without the rows that the last layer skips, with the recomputation in the backward pass"
         + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
     )
-    objective = objective_of(config)
+    objective = make_objective(config)
     if role := objective.frozen_role:
         counted = f"both count the {role}'s forward pass"
         note = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
@@ -276,7 +276,7 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
     if cluster is None:
         return "  name a cluster with --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
-        objective = objective_of(config, size, frozen_shape(config))
+        objective = make_objective(config, size, frozen_shape(config))
         times = [
             step_times(objective, phase, w, cluster.gpu, cluster.workers)
             for phase, w in zip(config.phases, work, strict=True)

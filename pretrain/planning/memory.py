@@ -5,7 +5,7 @@ from typing import Literal
 from pretrain.config import PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import total
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.work import frozen_shape, vocabulary_size
 
 Device = Literal["cpu", "cuda"]
@@ -40,7 +40,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    parameters = objective_of(config, size).trained
+    parameters = make_objective(config, size).trained
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers, device)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The latter is
@@ -60,7 +60,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         **states,
         "activations": activations,
         "logits": logits,
-        **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
+        **({role: _frozen_bytes(config, size, workers)} if (role := make_objective(config).frozen_role) else {}),
         "copies": copies,
         "checkpoint": (12 * parameters + extra) // workers if device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
@@ -82,7 +82,7 @@ def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
 def _extra_state_bytes(config: PretrainConfig, parameters: int) -> int:
     """Return the bytes of optimizer state beyond AdamW's, over all workers; negative if less, as with Muon."""
     averages = 4 * parameters if any(phase.averaged_share for phase in config.phases) else 0
-    matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
+    matrices = sum(total(cost.hidden_matrices(shape)) for shape in make_objective(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
@@ -135,7 +135,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int, de
     """Return (activations, logits) in bytes of a worker's largest possible micro-batch."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
-    objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)
+    objective, longest = make_objective(config), max(phase.sequence_length for phase in config.phases)
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = sum(
         cost.activation_bytes(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pretrain.config import PretrainConfig
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.memory import memory_bytes
 from pretrain.planning.roofline import gpu_of, step_times
 from pretrain.planning.work import phase_work
@@ -47,7 +47,7 @@ def _expected_ms(
 ) -> float:
     """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
     slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
-    objective, total = objective_of(config, vocabulary), 0.0
+    objective, total = make_objective(config, vocabulary), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):
         work = phase_work(config, phase, vocabulary, length)
         total += 1e3 * phase.steps * step_times(objective, phase, work, slowest, len(gpus)).expected

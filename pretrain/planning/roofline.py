@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
-from pretrain.objectives import MaskedTokens, Objective, objective_of
+from pretrain.objectives import MaskedTokens, Objective, make_objective
 from pretrain.planning.work import Work, optimizer_flops
 
 
@@ -269,7 +269,7 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """Return the host's time of a step."""
-    trained = objective_of(config).shapes
+    trained = make_objective(config).shapes
     layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
     layers = micro_batches * sum(model.depth for model in trained) * layer
     muon = 0.0

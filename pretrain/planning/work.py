@@ -13,7 +13,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 
 # Mean length of a sequence as a share of the maximum, assumed if there is no prepared corpus to measure it.
 ASSUMED_FILL = 0.8
@@ -28,7 +28,7 @@ def optimizer_flops(config: PretrainConfig) -> float:
     """Return the FLOPs of Muon's matrix products in a step, over all workers; 0 for other optimizers."""
     if config.optimizer.name != "muon":
         return 0.0
-    return float(sum(cost.orthogonalization_flops(shape) for shape in objective_of(config).shapes))
+    return float(sum(cost.orthogonalization_flops(shape) for shape in make_objective(config).shapes))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def phase_work(
     limit = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, limit)
     sequences = phase.sequences
-    objective = objective_of(config, vocabulary, frozen)
+    objective = make_objective(config, vocabulary, frozen)
     counts = (objective.useful_flops, objective.executed_flops)
     useful, executed = (sequences * count([mean], masked) for count in counts)
     executed += phase.steps * optimizer_flops(config)
@@ -67,7 +67,7 @@ def phase_work(
 
 def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
     """Return the config of the run's frozen model; None if there is none, or if it cannot be read yet."""
-    objective = objective_of(config)
+    objective = make_objective(config)
     if not objective.frozen_role:
         return None
     from pretrain.checkpoint.released import read_shape
