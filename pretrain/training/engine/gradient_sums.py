@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pretrain.model.encoder import Embeddings
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import ENTRIES
-from pretrain.training.optim import square_sums
+from pretrain.training.optim import sums_of_squares
 
 PIECE_ENTRIES = ENTRIES  # per collective; larger pieces save no time, and each is copied three times
 _SUM_ENTRIES = 1 << 20  # of gradients added by one operation
@@ -284,4 +284,4 @@ def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor]
     DeepSpeed copies whole gradients to fp64 (twice their size), needs a collective for each group, and another pass and
     collective to check whether all are finite.
     """
-    return sum_over_workers(square_sums(list(gradients)).sum()).sqrt()
+    return sum_over_workers(sums_of_squares(list(gradients)).sum()).sqrt()

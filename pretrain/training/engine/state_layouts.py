@@ -19,7 +19,7 @@ from pretrain.model.kernels.native import step_table, supports_native
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, global_norm
-from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors
+from pretrain.training.optim import Segment, SkippingOptimizer, assign_tensor_ids, cut_segments
 from pretrain.training.optim.lists import foreach
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -454,8 +454,8 @@ def whole_storage(part: Tensor, numel: int) -> Tensor:
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
-    """Return (the segments of each flat tensor, with the ids of `number_tensors`; the number of tensors)."""
-    ids = number_tensors(shapes)
+    """Return (the segments of each flat tensor, with the ids of `assign_tensor_ids`; the number of tensors)."""
+    ids = assign_tensor_ids(shapes)
     segments: dict[Tensor, list[Segment]] = {flat: [] for flat in layout.flats()}
     for piece in layout.pieces():
         numel = shapes[piece.name].numel()
