@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: int) -> dict[str, float]:
     """Return the factor of each parameter's learning rate.
 
-    The factor of heads is 1, and that of each layer `layer_decay` times the factor of the layer above it (Howard and
-    Ruder 2018, discriminative fine-tuning).
+    The factor of heads is 1, and each layer has `layer_decay` times the factor of the layer above it (Howard and Ruder
+    2018, discriminative fine-tuning).
     """
     return {name: settings.layer_decay ** (layers + 1 - layer_of(name, layers)) for name in names}
 

@@ -284,7 +284,7 @@ def bucket_fragments(ranks: int) -> list[dict[str, Any]]:
     with torch.device("meta"):
         named = list(PretrainingModel(model, 30_522, True).named_parameters())
     optimizer = torch.optim.AdamW(parameter_groups(named, 0.01))
-    buckets.divide_groups(optimizer, [name for name, _ in named], buckets.ENTRIES)
+    buckets.divide_groups(optimizer, [name for name, _ in named], buckets.BUCKET_ENTRIES)
     fragments = []
     for group in optimizer.param_groups:
         part, begin = -(-sum(one.numel() for one in group["params"]) // ranks), 0

@@ -120,7 +120,7 @@ def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
 
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
-    assert memory.BUCKET == roofline.BUCKET == buckets.ENTRIES
+    assert memory.BUCKET == roofline.BUCKET == buckets.BUCKET_ENTRIES
     assert memory.MAX_IN_FLIGHT == gradient_sums.MAX_IN_FLIGHT
 
 

@@ -61,7 +61,7 @@ class RepeatedPasses(PassGraphs):
                 bucket.filled = marked
 
         graph: Any = type("Graph", (), {"replay": staticmethod(replay)})()
-        return graphs_module._Recorded(graph, batch, totals, reached)
+        return graphs_module._Recording(graph, batch, totals, reached)
 
 
 def loss_and_totals(output: Losses, weights: Any) -> tuple[Tensor, Tensor]:

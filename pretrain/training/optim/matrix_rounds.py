@@ -44,7 +44,7 @@ class MatrixPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one worker does in a round. Each list of pieces has one entry per worker that it exchanges them with.
+    """The work of one worker in a round. Each list has one entry per worker: the pieces exchanged with that worker.
 
     Attributes:
         owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
