@@ -1,7 +1,7 @@
 """Heartbeats of the ranks: their exchange through a store, and hang detection.
 
 In each round, every rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant size,
-which the other ranks read, so a round costs O(ranks). `Ranks` and `Follower` evaluate heartbeats without a store or a clock.
+which the other ranks read, so a round costs O(ranks). `Ranks` and `Follower` evaluate heartbeats; they need no store.
 """
 
 import itertools

@@ -138,7 +138,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     weights = cost.parameter_count(shape, 30522, next_sentence=False).total
     assert memory.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
     phase = config.phases[0]
-    alone, taught = (work.phase_work(config, phase, 30522, frozen=one) for one in (None, shape))
+    alone, taught = (work.phase_work(config, phase, 30522, frozen_config=one) for one in (None, shape))
     assert taught.flops > 1.2 * alone.flops
     assert taught.executed > 1.2 * alone.executed
 
