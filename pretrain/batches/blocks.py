@@ -43,10 +43,10 @@ class Blocks:
         return len(self.shard)
 
 
-def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) -> Blocks:
-    """Return the blocks of the shards `numbers`: as prepared, or cut again into blocks of about `tokens` tokens."""
-    tables = [_table(shards[number], tokens) for number in numbers]
-    shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
+def blocks_of(shards: Sequence[Shard], indices: Sequence[int], tokens: int = 0) -> Blocks:
+    """Return the blocks of the shards `indices`: as prepared, or cut again into blocks of about `tokens` tokens."""
+    tables = [_table(shards[number], tokens) for number in indices]
+    shard = np.repeat(np.array(indices, np.uint32), [len(table) for table in tables])
     return Blocks(shard, concatenate_tables(tables))
 
 
@@ -68,28 +68,28 @@ class Units:
 
     Args:
         blocks: all blocks of the source.
-        numbers: indices of the blocks to use, int64 [W].
+        indices: indices of the blocks to use, int64 [W].
     """
 
-    def __init__(self, text: ShardText, blocks: Blocks, numbers: np.ndarray, cutting: Cutting) -> None:
-        self._text, self._blocks, self._numbers, self._cutting = text, blocks, numbers, cutting
-        counts = [cutting.count(self._sizes(number)) for number in numbers.tolist()]
+    def __init__(self, text: ShardText, blocks: Blocks, indices: np.ndarray, cutting: Cutting) -> None:
+        self._text, self._blocks, self._indices, self._cutting = text, blocks, indices, cutting
+        counts = [cutting.count(self._sizes(number)) for number in indices.tolist()]
         self._first = np.cumsum([0, *map(len, counts)])  # units before each block
         self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
         self._starts = np.cumsum([0, *(int(block.sum()) for block in counts)])  # samples before each block
         self.samples = int(self._starts[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return (unit, index in it) of each sample [B], given its block (an index into `numbers`) and index there."""
+        """Return (unit, index in it) of each sample [B], given its block (an index into `indices`) and index there."""
         sample = sample + self._starts[block]
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
         before = self._ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
-        number = self._numbers[block]
+        number = self._indices[block]
         shard, blocks = self._blocks.shard[number].astype(np.int64), self._blocks.table[number]
         start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
-        if self._cutting.joined:
+        if self._cutting.crosses_documents:
             last = blocks["last"]
             return Unit(shard, start, end - start + last - document - 1, document, last, *sentences), sample - before
         document = document + unit - self._first[block]
@@ -100,7 +100,7 @@ class Units:
     def _sizes(self, number: int) -> np.ndarray:
         """Return the tokens of each unit of a block, int64."""
         start, end, first, last = bounds_of(self._blocks, number)
-        if self._cutting.joined:
+        if self._cutting.crosses_documents:
             return np.array([end - start + last - first - 1])
         starts = self._text.document_starts(int(self._blocks.shard[number]), first, last + 1).clip(start, end)
         return np.diff(starts)
@@ -305,6 +305,6 @@ def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> n
             start, end, first, last = bounds_of(blocks, number)
             sizes = np.diff(starts[first : last + 1].clip(start, end))
             counts[number] = cutting.count(
-                np.array([end - start + last - first - 1]) if cutting.joined else sizes
+                np.array([end - start + last - first - 1]) if cutting.crosses_documents else sizes
             ).sum()
     return counts

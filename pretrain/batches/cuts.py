@@ -62,18 +62,19 @@ class Cutting:
         capacity: maximum tokens of a sequence, not counting special tokens; at least 4.
         min_tokens: minimum tokens of a sample.
         short_share: share of the parts of a unit that are divided again, to get short sequences.
-        joined: whether sequences cross documents; units are then whole blocks.
+        crosses_documents: whether sequences cross documents; units are then whole blocks.
     """
 
     capacity: int
     min_tokens: int
     short_share: float
-    joined: bool
+    crosses_documents: bool
 
     @property
     def identity(self) -> list[float]:
         """Values that determine the number of samples of a unit."""
-        return [self.capacity, self.min_tokens, self.short_share, self.joined, self._mean_tokens, self._min_part]
+        settings = self.capacity, self.min_tokens, self.short_share, self.crosses_documents
+        return [*settings, self._mean_tokens, self._min_part]
 
     @property
     def _mean_tokens(self) -> int:
@@ -112,7 +113,7 @@ class Cutting:
     def _parts(self, size: np.ndarray) -> np.ndarray:
         """Return the number of parts of each unit, before some of them are divided again."""
         long_parts = np.maximum(2, -(-size // self._mean_tokens))
-        min_tokens = 1 if self.joined else self.min_tokens
+        min_tokens = 1 if self.crosses_documents else self.min_tokens
         return np.where(size <= self.capacity, size >= min_tokens, np.minimum(long_parts, size // self.min_tokens))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:

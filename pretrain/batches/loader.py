@@ -374,7 +374,7 @@ class BatchMaker:
         The rank itself counts the tokens of the whole batch, which takes longer than an exchange and is impossible if
         machines read different text.
         """
-        with self.sampler.holding():
+        with self.sampler.keep_text_cached():
             return self._make(first_sample, sequences)
 
     def _make(self, first_sample: int, sequences: int) -> StepBatch:
@@ -399,7 +399,7 @@ class BatchMaker:
         if self._machine.count > 1:
             machine = self._machine
             part = balancing.part_of_machine(machine.index, machine.count, sequences, self.world_size)
-        with self.sampler.holding():  # the exchange thread also calls this, to enlarge a share
+        with self.sampler.keep_text_cached():  # the exchange thread also calls this, to enlarge a share
             plan, assignment = self.assign(first_sample, part, micro_batches)
             return RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
 

@@ -161,14 +161,17 @@ class Sampler:
         self.pairs = pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
-        self.special_tokens = 3 if self.paired else 2  # per sequence, without separators between documents
+        self.special_tokens = (
+            3 if self.paired else 2
+        )  # special tokens per sequence, except separators between documents
         self.capacity = sequence_length - self.special_tokens
         self._text = ShardText(shards.shards)
-        joined = pairs.chosen_format == "full_sentences"
-        cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
+        crosses_documents = pairs.chosen_format == "full_sentences"
+        min_tokens = 2 if self.paired or crosses_documents else 1
+        cutting = Cutting(self.capacity, min_tokens, pairs.short_share, crosses_documents)
         shards_of = [shards.of_source(source) for source in range(len(shards.sources))]
         self._check_partners(shards_of)
-        blocks = [blocks_of(shards.shards, numbers, block_tokens) for numbers in shards_of]
+        blocks = [blocks_of(shards.shards, indices, block_tokens) for indices in shards_of]
         counts = sample_counts(self._text, blocks, cutting, shards)
         shares = _uncapped_shares(shards, phase, [int(block_counts.sum()) for block_counts in counts], where)
         total_blocks = window_blocks or WINDOW_BLOCKS
@@ -177,45 +180,47 @@ class Sampler:
         self.sources = [
             SourceSamples(
                 self._text,
-                numbers,
+                shard_indices,
                 source_blocks,
                 source_counts,
                 cutting=cutting,
                 pairs=pairs,
-                fingerprint=shards.source_fingerprint(number),
+                fingerprint=shards.source_fingerprint(index),
                 seed=seed,
                 window_blocks=window_blocks_for(source_counts, batch, share, total_blocks),
-                before=self._start[number],
+                before=self._start[index],
                 machine=machine,
                 streamed=_streamed_blocks(shards, source_blocks),
             )
-            for number, (numbers, source_blocks, source_counts, share) in enumerate(
+            for index, (shard_indices, source_blocks, source_counts, share) in enumerate(
                 zip(shards_of, blocks, counts, shares, strict=True)
             )
         ]
         # A rollback changes which samples are read, but not the mix.
-        read = self._samples_of(start)
+        read = self._first_samples_after(start)
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
         self._before = self._mixture.counts(first)  # samples of each source that earlier samplers have read
-        self._first = [n - earlier for n, earlier in zip(self._samples_of(self._start), self._before, strict=True)]
+        self._first = [
+            n - earlier for n, earlier in zip(self._first_samples_after(self._start), self._before, strict=True)
+        ]
 
-    def _samples_of(self, progress: Sequence[SourceProgress | None]) -> list[int]:
+    def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
         """Return the index of the first sample of each source after its `progress`."""
         source_progress = zip(self.sources, progress, strict=True)
         return [source.first_after(before) if source.samples else 0 for source, before in source_progress]
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keep the text of samples that are planned inside this context in the cache; only one thread can be inside."""
+    def keep_text_cached(self) -> Iterator[None]:
+        """Keep the text of samples that are planned inside this context cached; only one thread can be inside."""
         with self._lock:
             for source in self.sources:
-                source.in_use = []
+                source.held_windows = []
             try:
                 yield
             finally:
                 for source in self.sources:
-                    source.in_use = None
+                    source.held_windows = None
 
     def check_cache(self, where: str) -> None:
         """Raise `InputError` if the cache of a streamed corpus is too small for the blocks that are held at once."""
@@ -310,7 +315,7 @@ class Sampler:
 
     def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
         """Raise `InputError` if random next sentences are configured, but no source has two documents."""
-        largest = max(sum(self._text.document_count(shard) for shard in numbers) for numbers in shards)
+        largest = max(sum(self._text.document_count(shard) for shard in indices) for indices in shards)
         if self.pairs.objective == "nsp" and largest < 2:
             raise InputError(
                 f"{self.shards.folder}: {counted(largest, 'document')} in its largest source, but random next "

@@ -64,7 +64,7 @@ class StreamedBlocks:
     """The cache of a source's blocks, and their indices in the cache, int64 [N]."""
 
     cache: BlockCache
-    numbers: np.ndarray
+    block_indices: np.ndarray
 
 
 class SourceSamples:
@@ -97,7 +97,7 @@ class SourceSamples:
         streamed: StreamedBlocks | None,
     ) -> None:
         self._machine, self._streamed = machine, streamed
-        self.in_use: list[_LoadedWindow] | None = None  # unless None, the windows read so far, which it keeps alive
+        self.held_windows: list[_LoadedWindow] | None = None  # unless None, windows whose text stays cached
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         self.cutting = str(cutting.identity)
         window = before and before.window(len(counts), continued=before.cutting == self.cutting)
@@ -154,22 +154,22 @@ class SourceSamples:
         for number in np.unique(group).tolist():
             indices = np.flatnonzero(group == number)
             window = self._open(*divmod(number, 1 << _WINDOW_BITS))
-            if self.in_use is not None:
-                self.in_use.append(window)
+            if self.held_windows is not None:
+                self.held_windows.append(window)
             yield indices, window, window_samples[indices]
 
     def _open(self, epoch: int, window: int) -> _LoadedWindow:
         opened = self._windows.get((epoch, window))
         if opened is None:
-            numbers, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
+            block_indices, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
             # The key depends on the first block, not the window's index, which changes if another phase continues it.
             key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
-            samples = Window(numbers, self.order.counts[numbers], key)
-            share, local = self._shares(numbers), self._local_blocks(numbers)
+            samples = Window(block_indices, self.order.counts[block_indices], key)
+            share, local = self._shares(block_indices), self._local_blocks(block_indices)
             self._windows.make_room()
             lease = self._hold_blocks(epoch, window, local) if self._streamed else None
-            owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
-            units = Units(self._text, self._blocks, numbers[local], self._cutting)
+            owner = self._owner(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
+            units = Units(self._text, self._blocks, block_indices[local], self._cutting)
             first = int(order.samples[window])
             opened = _LoadedWindow(epoch, first, samples, share, local, owner, units, lease)
             self._windows.put((epoch, window), opened)
@@ -177,11 +177,11 @@ class SourceSamples:
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (shard, start token, end token) of the blocks of a window, int64 [W] each."""
-        numbers, blocks = self.order.blocks(epoch, window), self._blocks
-        table = blocks.table[numbers]
-        return blocks.shard[numbers].astype(np.int64), table["begin"], table["end"]
+        block_indices, blocks = self.order.blocks(epoch, window), self._blocks
+        table = blocks.table[block_indices]
+        return blocks.shard[block_indices].astype(np.int64), table["begin"], table["end"]
 
-    def _owner(self, numbers: np.ndarray, samples: Window) -> np.ndarray:
+    def _owner(self, block_indices: np.ndarray, samples: Window) -> np.ndarray:
         """Return the index of the machine that reads each sample of a window, int16 [S].
 
         Machines divide the window's tokens evenly, so two machines may read the block at their boundary. With sentence
@@ -189,8 +189,8 @@ class SourceSamples:
         of which read its text and take turns with its samples.
         """
         owner = np.empty(samples.samples, np.int16)
-        start, size, tokens = self._token_bounds(numbers)
-        share, count = self._shares(numbers), self._machine.count
+        start, size, tokens = self._token_bounds(block_indices)
+        share, count = self._shares(block_indices), self._machine.count
         groups = self._groups(share) if self._pairs.has_classifier else count
         for first in range(0, len(owner), _OWNER_BATCH):
             block, sample = samples.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
@@ -204,12 +204,12 @@ class SourceSamples:
             owner[members] += (groups * (np.arange(len(members)) % (count // groups))).astype(np.int16)
         return owner
 
-    def _shares(self, numbers: np.ndarray) -> np.ndarray:
+    def _shares(self, block_indices: np.ndarray) -> np.ndarray:
         """Divide a window into 2^n shares of about equal size; return the index of each block's share, int64 [W]."""
-        loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
-        table = self._blocks.table[numbers]
+        loads = [(0, share) for share in range(1 << max(0, (len(block_indices) // _SHARE_BLOCKS).bit_length() - 1))]
+        table = self._blocks.table[block_indices]
         sizes = table["end"] - table["begin"]
-        shares = np.zeros(len(numbers), np.int64)
+        shares = np.zeros(len(block_indices), np.int64)
         for index in np.argsort(-sizes, kind="stable").tolist():  # the largest block first, each to the smallest share
             tokens, shares[index] = loads[0]
             heapq.heapreplace(loads, (tokens + int(sizes[index]), int(shares[index])))
@@ -219,18 +219,18 @@ class SourceSamples:
         """Return the number of groups of machines that read a window, given the share of each block."""
         return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
 
-    def _local_blocks(self, numbers: np.ndarray) -> np.ndarray:
+    def _local_blocks(self, block_indices: np.ndarray) -> np.ndarray:
         """Return the indices within a window of the blocks that this machine reads, int64."""
         machine, count = self._machine.index, self._machine.count
         if self._pairs.has_classifier:
-            groups = self._groups(share := self._shares(numbers))
+            groups = self._groups(share := self._shares(block_indices))
             return np.flatnonzero(share % groups == machine % groups)
-        start, size, tokens = self._token_bounds(numbers)
+        start, size, tokens = self._token_bounds(block_indices)
         return np.flatnonzero((start * count // tokens <= machine) & ((start + size - 1) * count // tokens >= machine))
 
-    def _token_bounds(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    def _token_bounds(self, block_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Return (tokens before each block of a window, tokens of each block, int64 [W] each; total tokens)."""
-        table = self._blocks.table[numbers]
+        table = self._blocks.table[block_indices]
         size = (table["end"] - table["begin"]).astype(np.int64)
         end = np.cumsum(size)
         return end - size, size, int(end[-1])
@@ -238,17 +238,17 @@ class SourceSamples:
     def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window, and prefetch its blocks of the next window."""
         assert self._streamed is not None
-        lease = self._streamed.cache.hold(self._streamed.numbers[self.order.blocks(epoch, window)[local]])
+        lease = self._streamed.cache.hold(self._streamed.indices[self.order.blocks(epoch, window)[local]])
         following = self.order.following(epoch, window)
-        self._streamed.cache.fetch_ahead(self._streamed.numbers[following[self._local_blocks(following)]])
+        self._streamed.cache.fetch_ahead(self._streamed.indices[following[self._local_blocks(following)]])
         return lease
 
     def held_bytes(self) -> int:
         """Return the maximum bytes of the source that this machine holds in its cache at once."""
         if self._streamed is None:
             return 0
-        cache, numbers = self._streamed.cache, self._streamed.numbers
-        total, largest = cache.bytes_of(numbers), cache.largest(numbers)
+        cache, indices = self._streamed.cache, self._streamed.indices
+        total, largest = cache.bytes_of(indices), cache.largest(indices)
         windows = self.order.largest_adjacent()
         return min(total, largest * sum(len(self._local_blocks(blocks)) + 1 for blocks in windows))
 
@@ -296,7 +296,7 @@ class SourceSamples:
         unit, number = window.units.find(np.searchsorted(window.local, block), shuffled)
         identity = self._shard[unit.shard] << _OFFSET_BITS
         key = draw(draw(self._cut_key, window.epoch), identity + unit.start)
-        sentences = (JoinedSentences if self._cutting.joined else DocumentSentences)(self._text, unit)
+        sentences = (JoinedSentences if self._cutting.crosses_documents else DocumentSentences)(self._text, unit)
         spans, rows = self._cutting.cut(sentences, unit.size, number, key), np.arange(len(window_samples))
         pair_spans = PairSpans(
             cell=np.zeros_like(window_samples),
@@ -316,7 +316,7 @@ class SourceSamples:
         """Plan samples that have one segment."""
         length, zeros = spans.end - spans.start, np.zeros_like(spans.start)
         first, separators = unit.first_document, zeros
-        if self._cutting.joined:
+        if self._cutting.crosses_documents:
             first, last = (
                 self._text.last_document(unit.shard, unit.first_document, unit.stop_document, token, column=1)
                 for token in (spans.start, spans.end - 1)
