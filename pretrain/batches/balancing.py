@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Token counts of parts of n sequences differ by about s / sqrt(n) if the relative standard deviation of the lengths is
-# s: by 0.3 % for s = 0.3.
+# Tokens of parts of n sequences differ by s / sqrt(n), for a relative deviation s of lengths: by 0.3 % for s = 0.3.
 PART_SEQUENCES = 8192
 _MIN_VECTORIZED = 32  # minimum sequences of a vectorized step; for fewer, a heap is faster
 _INT16_END = 1 << 15  # lengths below this are sorted as 16-bit integers, in linear time
@@ -90,8 +89,8 @@ def balanced_part(index: int, count: int, sequences: int, world_size: int) -> Ba
     """Return part `index` of `count`. The ranks per part, and the samples per rank, differ by at most one."""
     first_rank, stop_rank = index * world_size // count, (index + 1) * world_size // count
     first_sample = first_rank * sequences // world_size
-    stop_sample = stop_rank * sequences // world_size
-    return BatchPart(first_sample, stop_sample - first_sample, first_rank, stop_rank - first_rank)
+    samples = stop_rank * sequences // world_size - first_sample
+    return BatchPart(first_sample, samples, first_rank, stop_rank - first_rank)
 
 
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:

@@ -119,9 +119,7 @@ def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
     """Concatenate sequences, in ascending order of length, into one unpadded micro-batch."""
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate(
-        [sequence.masked_positions + start for sequence, start in zip(sequences, starts, strict=False)]
-    )
+    rows = np.concatenate([one.masked_positions + start for one, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),

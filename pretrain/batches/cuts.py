@@ -5,9 +5,8 @@ than necessary, so that most cuts can be moved to a sentence boundary. A documen
 into groups of up to _GROUP samples, and each group is halved recursively, so any sample is found in a few steps. All
 cuts change from epoch to epoch.
 
-A unit is what is divided: a document, or a block of documents if sequences cross documents. Everything is vectorized
-over B samples; arrays are int64 [B] unless noted, and `rows` are indices into them. A position is a token offset from
-the start of a unit, counting one separator between documents.
+A unit is a document, or a block of documents if sequences cross documents. A position is a token offset from the start
+of a unit, counting one separator between documents. Arrays are int64 [B], for B samples, and `rows` index them.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
 
-# Mean number of unused tokens of a sample, so that cuts fit between sentences; its maximum as a share of the capacity.
-_SLACK, _SLACK_SHARE = 25, 0.2
+_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, to cut between sentences; maximum share of capacity
 _GROUP = 4  # maximum samples of a group
 _GOLDEN = 0.6180339887498949  # golden ratio: the fractional parts of its multiples are evenly spread
 _NODE, _GRID, _DIVIDED, _HALF = range(4)  # counters for the independent random numbers of a unit
@@ -230,11 +228,8 @@ class _Search:
         takes_before = has_before & (~has_after | (target - before < after - target))
         position = np.where(takes_before, before, np.where(has_after, after, target))
         sentence = following - takes_before
-        keeps_first = np.broadcast_to(keep_first, len(rows))
-        spans.start[rows], spans.end[rows] = (
-            np.where(keeps_first, start, position),
-            np.where(keeps_first, position, end),
-        )
-        spans.first_sentence[rows] = np.where(keeps_first, first, sentence)
-        spans.stop_sentence[rows] = np.where(keeps_first, sentence, last)
-        spans.ends_at_sentence[rows] = np.where(keeps_first, has_before | has_after, spans.ends_at_sentence[rows])
+        is_first = np.broadcast_to(keep_first, len(rows))
+        spans.start[rows], spans.end[rows] = np.where(is_first, start, position), np.where(is_first, position, end)
+        spans.first_sentence[rows] = np.where(is_first, first, sentence)
+        spans.stop_sentence[rows] = np.where(is_first, sentence, last)
+        spans.ends_at_sentence[rows] = np.where(is_first, has_before | has_after, spans.ends_at_sentence[rows])

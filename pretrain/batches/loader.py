@@ -43,8 +43,7 @@ _MIN_SEQUENCES = 16  # minimum sequences of a held-out source, to report its los
 _PREFETCH_TOKENS = 1 << 22  # maximum tokens prefetched per rank: 28 bytes per token, 120 MB in all
 _COUNT_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
 _EVALUATION_SEQUENCES = 1024  # approximate sequences per `StepBatch` of an evaluation
-# Minimum sequences per machine and batch, to divide text among machines: with fewer, token counts differ too much.
-_MACHINE_SEQUENCES = 512
+_MACHINE_SEQUENCES = 512  # minimum per machine and batch to divide text: with fewer, token counts differ too much
 
 
 Batch = TypeVar("Batch", "StepBatch", "RankShare")
@@ -232,7 +231,7 @@ def validation_batches(
     """Return the held-out batches of a phase: the same samples every time, for every `config.seed`.
 
     There are at most `config.evaluation.sequences` samples, or none if the corpus has no validation split. A batch has
-    samples of one source, or of several small sources (`held_out_texts`). If a text has fewer samples than there are
+    samples of one source, or of several small sources (`held_out_texts`). If a group has fewer samples than there are
     ranks, every rank evaluates all of them.
 
     Raises `InputError` if the validation split has no sample.
@@ -250,9 +249,7 @@ def validation_batches(
     without = sorted({shard.source for shard in shards.shards if not counts[shard.source]})
     if without and not rank and not phase:
         names = " and ".join(str(shards.sources[number].get("name", number)) for number in without)
-        logger.warning(
-            "held-out text of %s is not evaluated: its share is too small. Raise evaluation.sequences.", names
-        )
+        logger.warning("held-out text of %s is not evaluated: share too small. Raise evaluation.sequences.", names)
     batches = []
     for text, samples in held_out_texts(shards, counts, max(_MIN_SEQUENCES, world_size)):
         count = sum(samples)

@@ -93,16 +93,14 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     return PackedTokens(input_ids, token_types, index - cls_positions[sequence], starts, sequence, is_content)
 
 
-def _pair_layout(
-    text: ShardText, plan: SamplePlan, cls_positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Like `_layout`, for [CLS] A [SEP] B [SEP]; `cls_positions`, int64 [S], are the starts of the sequences."""
+def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Like `_layout`, for [CLS] A [SEP] B [SEP]; `starts`, int64 [S], are the starts of the sequences."""
     from_a = text.tokens.spans(plan.shard_a, plan.start_a, plan.length_a)
     from_b = text.tokens.spans(plan.shard_b, plan.start_b, plan.length_b)
-    b_starts = cls_positions + plan.length_a + 2
+    b_starts = starts + plan.length_a + 2
     spans = _interleave(plan.length_a + 2, plan.length_b + 1)
-    offsets = np.repeat(_interleave(from_a - cls_positions - 1, from_b - b_starts), spans)
-    token_types = np.repeat(np.tile((0, 1), len(cls_positions)), spans)
+    offsets = np.repeat(_interleave(from_a - starts - 1, from_b - b_starts), spans)
+    token_types = np.repeat(np.tile((0, 1), len(starts)), spans)
     return offsets, np.concatenate((b_starts - 1, b_starts + plan.length_b)), token_types
 
 
@@ -115,9 +113,7 @@ def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, 
     ends = np.append(document_start[1:], 0)
     is_last = np.append(is_first[1:], True)
     ends[is_last] = (start + plan.length_a)[sequence[is_last]]
-    lengths = (
-        ends - document_start + 1 + is_first
-    )  # [CLS] before a sequence's first document, [SEP] after each document
+    lengths = ends - document_start + 1 + is_first  # [CLS] before a sequence's first document, [SEP] after every one
     stops = np.cumsum(lengths)
     offsets = first[sequence] + document_start - start[sequence] - (stops - 1 - (ends - document_start))
     return np.repeat(offsets, lengths), stops - 1, np.zeros(stops[-1], np.int64)

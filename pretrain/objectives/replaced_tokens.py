@@ -49,11 +49,7 @@ class ReplacedTokens(Objective):
             "nats", "Binary cross-entropy of the discriminator per token; mean since the last record.", "RTD loss"
         ),
         "rtd_accuracy": Metric(
-            "fraction",
-            "Accuracy on original and replaced tokens since the last record.",
-            "RTD accuracy",
-            "rtd",
-            live=True,
+            "fraction", "Accuracy on all tokens since the last record.", "RTD accuracy", "rtd", live=True
         ),
     }
 

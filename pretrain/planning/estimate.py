@@ -50,8 +50,7 @@ def dry_run(
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence in every phase; by default the values of `measured`.
-        measured: mean tokens per sequence of each phase on the prepared corpus; if empty, `ASSUMED_FILL` of the maximum
-            length is assumed.
+        measured: mean tokens per sequence of each phase on the prepared corpus; if empty, they are assumed.
         readings: lines that describe how often an epoch reads a token.
         show_config: whether to add the resolved config.
 

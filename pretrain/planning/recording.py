@@ -19,10 +19,8 @@ def choose_graphs(
 ) -> tuple[bool, str]:
     """Return (whether passes are recorded, the reason). The precision must already be resolved.
 
-    Args:
-        lengths: mean sequence length of each phase in tokens; None assumes a length.
-        gpus: the driver's name of each worker's GPU.
-        memory: memory of the smallest GPU in bytes.
+    `gpus` are the drivers' names of the workers' GPUs, `memory` the bytes of the smallest one. `lengths` are the mean
+    sequence lengths of the phases in tokens; None assumes a length.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"

@@ -72,13 +72,11 @@ LAUNCHING = (
 class Watchdog:
     """Watches all ranks from this one. Use as a context manager around training, in the training thread.
 
-    A beat is the time from one micro-batch to the next.
-
     Args:
         rank, world_size: this process's rank, and the number of ranks.
         logs: folder for stacks-<rank>.txt and hang.json.
-        limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If beats are
-            long, the limit grows to ten times the length of recent long beats.
+        limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If beats
+            (micro-batches) are long, the limit grows to ten times the length of recent long ones.
         stall_seconds: time limit for waits for data or storage; 0 sets no limit.
         compiles: whether torch.compile is used; each compilation may take half an hour.
         on_gpu: whether the model runs on a GPU, so that the host launches kernels without waiting for them.

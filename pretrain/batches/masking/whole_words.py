@@ -27,10 +27,7 @@ class Scheme(MaskingScheme):
 def _select_words(sizes: np.ndarray, stops: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return which words to mask, bool [W]: in order, each word that fits in the rest of its sequence's limit.
 
-    Args:
-        sizes: number of tokens of each word, int64 [W].
-        stops: index after the last word of each sequence, int64 [S].
-        limits: maximum tokens to mask in each sequence, int64 [S].
+    `sizes`, int64 [W], are the words' numbers of tokens; `stops`, int64 [S], the ends of the sequences' words.
     """
     remaining = limits.copy()
     next_word = np.concatenate(([0], stops[:-1]))
