@@ -88,9 +88,8 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 def balanced_part(index: int, count: int, sequences: int, world_size: int) -> BatchPart:
     """Return part `index` of `count`. The ranks per part, and the samples per rank, differ by at most one."""
     first_rank, stop_rank = index * world_size // count, (index + 1) * world_size // count
-    first_sample = first_rank * sequences // world_size
-    samples = stop_rank * sequences // world_size - first_sample
-    return BatchPart(first_sample, samples, first_rank, stop_rank - first_rank)
+    first = first_rank * sequences // world_size
+    return BatchPart(first, stop_rank * sequences // world_size - first, first_rank, stop_rank - first_rank)
 
 
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:

@@ -45,7 +45,6 @@ _COUNT_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
 _EVALUATION_SEQUENCES = 1024  # approximate sequences per `StepBatch` of an evaluation
 _MACHINE_SEQUENCES = 512  # minimum per machine and batch to divide text: with fewer, token counts differ too much
 
-
 Batch = TypeVar("Batch", "StepBatch", "RankShare")
 
 
@@ -59,7 +58,6 @@ class RankShare:
 
     @property
     def counts(self) -> Counts:
-        """The counts of this rank's sequences."""
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
             masked=sum(batch.targets for batch in self.micro_batches),
@@ -67,7 +65,6 @@ class RankShare:
         )
 
     def pinned(self) -> RankShare:
-        """Return the share with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 

@@ -161,9 +161,7 @@ class Sampler:
         self.pairs = pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
-        self.special_tokens = (
-            3 if self.paired else 2
-        )  # special tokens per sequence, except separators between documents
+        self.special_tokens = 3 if self.paired else 2  # per sequence, not counting separators between documents
         self.capacity = sequence_length - self.special_tokens
         self._text = ShardText(shards.shards)
         crosses_documents = pairs.chosen_format == "full_sentences"
@@ -201,9 +199,7 @@ class Sampler:
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
         self._before = self._mixture.counts(first)  # samples of each source that earlier samplers have read
-        self._first = [
-            n - earlier for n, earlier in zip(self._first_samples_after(self._start), self._before, strict=True)
-        ]
+        self._first = np.subtract(self._first_samples_after(self._start), self._before).tolist()
 
     def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
         """Return the index of the first sample of each source after its `progress`."""

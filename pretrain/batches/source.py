@@ -33,15 +33,12 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """Position in a source, independent of how it was read, so that invariant 1 holds across phases.
+    """Position in a source, independent of how it was read, so that invariant 1 holds across phases."""
 
-    The open window is the one that was partly read; a sampler that cuts samples differently continues after it.
-    """
-
-    cutting: str  # identity of the cutting
+    cutting: str  # identity of the cutting; a sampler with another one continues after the open window
     sample: int  # index of the next sample, counted across epochs
     epoch: int
-    start: int  # start of the open window in the epoch's block order
+    start: int  # start of the open (partly read) window in the epoch's block order
     stop: int  # end of the open window; equals `start` if no window is open
 
     def window(self, blocks: int, *, continued: bool) -> OpenWindow:

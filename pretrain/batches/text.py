@@ -153,8 +153,7 @@ class JoinedSentences(DocumentSentences):
         first = np.maximum(text.first_sentence_of(unit.shard, document), unit.first_sentence)
         last = np.minimum(text.first_sentence_of(unit.shard, document + 1), unit.stop_sentence)
         offset = unit.start + position - (document - unit.first_document)
-        following = text.first_at_least(unit.shard, first, last, offset)
-        following = following.clip(low, np.maximum(high, low))
+        following = text.first_at_least(unit.shard, first, last, offset).clip(low, np.maximum(high, low))
         return following, self._start(unit, np.maximum(following - 1, 0)), self._start(unit, following)
 
     def _start(self, unit: Unit, sentence: np.ndarray) -> np.ndarray:

@@ -79,9 +79,7 @@ class Objective(ABC):
     ) -> None:
         self.config, self.vocabulary, self.frozen_config = config, vocabulary_size, frozen_config
         self.shapes = [config.model]  # configs of the trained models; the first is the run's
-        self.identity: dict[
-            str, Any
-        ] = {}  # by role: folder and fingerprint of each frozen model; stored in each checkpoint
+        self.identity: dict[str, Any] = {}  # frozen models' folders and fingerprints by role, stored in checkpoints
 
     # ---- the start of a run
 

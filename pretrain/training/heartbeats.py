@@ -62,7 +62,6 @@ class HeartbeatExchange:
 
     @property
     def attached(self) -> bool:
-        """Return whether a store is attached."""
         return self._store is not None
 
     def attach(self, store: Any) -> None:
@@ -73,7 +72,6 @@ class HeartbeatExchange:
         self._store = store
 
     def detach(self) -> None:
-        """Stop using the store."""
         self._store = None
 
     def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:

@@ -1,8 +1,7 @@
 """Masking for masked language modeling (Devlin et al. 2019, section 3.1), on concatenated sequences.
 
-The masked tokens and their replacements depend only on the sample's key and the position (invariant 1 in
-docs/invariants.md). Every module of this package is a masking scheme: its class `Scheme` chooses the tokens. A config
-selects a scheme by the name of its module.
+Masked tokens and replacements depend only on a sample's key and the position (invariant 1 in docs/invariants.md). Every
+module of this package is a masking scheme, which a config selects by name: its class `Scheme` chooses the tokens.
 docs/extend/add-a-masking-scheme.md shows how to add one.
 """
 

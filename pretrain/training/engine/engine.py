@@ -105,8 +105,7 @@ class Engine:
         workers: all ranks.
         watch: the argument `watch`.
         loss_scale: the loss scale of fp16; None in other precisions.
-        records_passes: whether passes are recorded as CUDA graphs; `recorded_pass` then replaces `forward` and
-            `backward`.
+        records_passes: whether `recorded_pass`, with CUDA graphs, replaces `forward` and `backward`.
 
     Raises:
         InputError: DeepSpeed rejects the settings in its section.

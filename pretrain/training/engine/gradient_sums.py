@@ -30,10 +30,9 @@ def reduces_in_transit() -> bool:
 class GradientSums:
     """The fp32 gradient sums of ZeRO 1 and 2.
 
-    Each gradient is added when it is computed. Each rank owns an equal part of every bucket (`buckets`). A bucket is
-    sent to the owners as soon as it is complete, in the backward pass of a step's last micro-batch (stage 1) or of each
-    micro-batch (stage 2, which does not keep whole sums). All ranks send the same buckets in the same order, whatever
-    the order of their gradients.
+    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A bucket is sent to
+    the owners once complete, in the backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which
+    does not keep whole sums). All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half

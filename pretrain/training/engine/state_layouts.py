@@ -41,7 +41,6 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """The number of entries."""
         return next(iter(self.tensors.values())).numel()
 
 
