@@ -377,9 +377,9 @@ def _config_cells(name: str, model: str, steps: str, text: str, time: str) -> li
 
 
 def _model(config: Any, size: int) -> str:
-    from pretrain.objectives import objective_of
+    from pretrain.objectives import make_objective
 
-    objective, shape = objective_of(config, size), config.model
+    objective, shape = make_objective(config, size), config.model
     family = {"bert": "BERT", "modernbert": "ModernBERT"}[shape.family]
     optimizer = ", LAMB" if config.optimizer.name == "lamb" else ""
     more = {name: count for name, count, _ in objective.parameters()} if len(objective.shapes) > 1 else {}

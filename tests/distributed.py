@@ -84,13 +84,13 @@ class NullWatchdog:
 
 
 def of_whole_tensors(optimizer: Any) -> Any:
-    """Set the segments of an optimizer whose parameters are not flattened, and return the optimizer."""
-    from pretrain.training.optim import Muon, TensorwiseOptimizer, cut_segments, matrix_shapes, number_tensors
+    """Set the segments of an optimizer whose parameters are not flattened; return it."""
+    from pretrain.training.optim import Muon, TensorwiseOptimizer, assign_tensor_ids, cut_segments, matrix_shapes
 
     named = {
         name: p for group in optimizer.param_groups for name, p in zip(group["names"], group["params"], strict=True)
     }
-    ids = number_tensors(named)
+    ids = assign_tensor_ids(named)
     segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
     if isinstance(optimizer, Muon):
         give_moments(optimizer).set_shards(segments, matrix_shapes({n: p.shape for n, p in named.items()}), Alone())

@@ -14,10 +14,10 @@ from pretrain.training.engine.gradient_sums import global_norm
 from pretrain.training.optim import (
     Muon,
     TensorwiseOptimizer,
+    assign_tensor_ids,
     cut_segments,
     make_optimizer,
     matrix_shapes,
-    number_tensors,
     parameter_groups,
 )
 from tests.distributed import Alone, of_whole_tensors
@@ -69,7 +69,7 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
     named = _parameters(size)
     optimizer = make_optimizer(settings, parameter_groups(named.items(), 0.01))
     segments: dict[Tensor, list[Any]] = {}
-    ids = number_tensors(named)
+    ids = assign_tensor_ids(named)
     for group in optimizer.param_groups:
         if flat:
             group["params"] = [_joined(group, named, ids, segments)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pretrain.config import PretrainConfig
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.roofline import GPUS, step_times
 from pretrain.planning.work import phase_work
 
@@ -76,7 +76,7 @@ RECORDS = (
 def share(record: Record) -> float:
     """Return the published speed as a share of the roofline limit for the same step in bf16 (even for FP8 records)."""
     config = _config(record)
-    objective = objective_of(config, _VOCABULARY[config.model.family])
+    objective = make_objective(config, _VOCABULARY[config.model.family])
     work = phase_work(config, config.phases[0], objective.vocabulary, record.mean)
     times = step_times(objective, config.phases[0], work, GPUS[record.gpu], record.workers)
     times = replace(times, host=0.0)  # the host time of our program does not apply

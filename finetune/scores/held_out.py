@@ -22,9 +22,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, enclosing_ids, progress_bar
-from pretrain.batches.masking import Masker, ordinary_ids
+from pretrain.batches.masking import Masker, find_replacement_ids
 from pretrain.batches.order import draw
-from pretrain.batches.plan import Rows
+from pretrain.batches.plan import PackedTokens
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.common.errors import InputError
 from pretrain.corpus.byte_words import WordEdges
@@ -143,10 +143,10 @@ def _mask(
 ) -> TextSequence:
     length = len(ids)
     zeros = np.zeros(length, np.int64)
-    rows = Rows(ids, zeros, np.arange(length), np.array([0, length]), zeros, ordinary)
+    rows = PackedTokens(ids, zeros, np.arange(length), np.array([0, length]), zeros, ordinary)
     masked = masker.apply(rows, key)
-    sequence = MaskedSequence(masked.input_ids, masked.rows, masked.labels)
-    return TextSequence(sequence, int(characters[masked.rows].sum()), int(ordinary.sum()))
+    sequence = MaskedSequence(masked.input_ids, masked.indices, masked.labels)
+    return TextSequence(sequence, int(characters[masked.indices].sum()), int(ordinary.sum()))
 
 
 def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +168,7 @@ def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> Masking
         entries[token_id] = entry
     unused = {token_id for token_id, entry in enumerate(entries) if not entry}
     edges = WordEdges(np.zeros(len(entries), bool))
-    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | unused), edges)
+    return MaskingVocabulary(special_ids["mask"], find_replacement_ids(entries, special | unused), edges)
 
 
 def document_key(document: str, seed: int) -> np.uint64:

@@ -132,7 +132,7 @@ class MaskedModel:
 
         With `groups`, labels are indices of groups, and probabilities are normalized over all groups.
         """
-        counts = np.array([len(sequence.places) for sequence in sequences], np.int64)
+        counts = np.array([len(sequence.masked_positions) for sequence in sequences], np.int64)
         starts = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(starts[-1]), np.zeros(starts[-1], bool)
         copies = (

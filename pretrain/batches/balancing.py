@@ -2,9 +2,9 @@
 
 There are two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into
 parts: consecutive samples for a group of consecutive ranks, regardless of their lengths. Then the sequences of a part
-are balanced across its ranks and micro-batches, which needs only the lengths in this part. Samples are numbered in
-random order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch is one part.
-With several machines, a part has the samples that one machine reads (`source.SourceSamples.owners`).
+are balanced across its ranks and micro-batches, which needs only the lengths in this part. Samples are in random
+order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch has only one part.
+If machines read different text, each machine's samples are a part (`source.SourceSamples.owners`).
 """
 
 import heapq
@@ -12,44 +12,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Parts of n sequences differ by about s / sqrt(n) if the relative deviation of lengths is s: by 0.3 % for s = 0.3.
+# Tokens of parts of n sequences differ by s / sqrt(n), for a relative deviation s of lengths: by 0.3 % for s = 0.3.
 PART_SEQUENCES = 8192
-_MIN_VECTORIZED = 32  # sequences per vectorized step; for fewer, a heap is faster
-_INT16_END = 1 << 15  # lengths below this are sorted as 16-bit numbers, in linear time
+_MIN_VECTORIZED = 32  # minimum sequences of a vectorized step; for fewer, a heap is faster
+_INT16_END = 1 << 15  # lengths below this are sorted as 16-bit integers, in linear time
 
 
 @dataclass(frozen=True)
 class BatchPart:
     """Samples of a global batch, and the consecutive ranks that share them."""
 
-    first: int  # index of the first sample in the batch
+    first_sample: int  # index of the first sample in the batch
     sequences: int  # number of consecutive samples
     first_rank: int
     ranks: int
-    machine: int = -1  # only the samples of this machine; -1 for all
+    machine: int = -1  # index of the machine that reads the samples; -1: any machine
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The sequences of a part, assigned to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
 
-    descending: np.ndarray  # int64 [B], the sequences by descending length
-    micro_batch: np.ndarray  # int64 [B], the micro-batch of each sequence, in this order
-    micro_batches: int  # micro-batches of each rank
+    descending: np.ndarray  # int64 [B], indices of the sequences in descending order of length
+    micro_batch: np.ndarray  # int64 [B], index of the micro-batch of each sequence, in the order of `descending`
+    micro_batches: int  # number of micro-batches of each rank
 
     def members(self, micro_batch: int) -> np.ndarray:
-        """Return the sequences of a micro-batch in ascending length order, int64."""
+        """Return the indices of the sequences of a micro-batch in ascending order of length, int64."""
         return self.descending[np.flatnonzero(self.micro_batch == micro_batch)[::-1]]
 
 
 def parts(sequences: int, world_size: int) -> list[BatchPart]:
     """Divide a batch of `sequences` >= `world_size` into parts of about `PART_SEQUENCES`, at most one per rank."""
     count = number_of_parts(sequences, world_size)
-    return [balanced_part(number, count, sequences, world_size) for number in range(count)]
+    return [balanced_part(index, count, sequences, world_size) for index in range(count)]
 
 
 def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
-    """Return the part of `rank`, without computing the others."""
+    """Return the part that includes `rank`, without computing the other parts."""
     count = number_of_parts(sequences, world_size)
     return balanced_part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
 
@@ -60,7 +60,7 @@ def number_of_parts(sequences: int, world_size: int) -> int:
 
 
 def part_of_machine(machine: int, machines: int, sequences: int, world_size: int) -> BatchPart:
-    """Return the part of a machine: the samples of a batch that it reads, shared by its ranks."""
+    """Return the part of a machine: the samples of a batch that it reads, divided among its ranks."""
     ranks = world_size // machines
     return BatchPart(0, sequences, machine * ranks, ranks, machine)
 
@@ -85,17 +85,17 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
     return Assignment(descending, assignment, micro_batches)
 
 
-def balanced_part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
-    """Return part `number` of `count`. Numbers of ranks, and of samples per rank, differ by at most one."""
-    first_rank, end = number * world_size // count, (number + 1) * world_size // count
+def balanced_part(index: int, count: int, sequences: int, world_size: int) -> BatchPart:
+    """Return part `index` of `count`. The ranks per part, and the samples per rank, differ by at most one."""
+    first_rank, stop_rank = index * world_size // count, (index + 1) * world_size // count
     first = first_rank * sequences // world_size
-    return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)
+    return BatchPart(first, stop_rank * sequences // world_size - first, first_rank, stop_rank - first_rank)
 
 
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """Assign each of these lengths to one of `count` bins, int64 [B]; None if one would exceed `budget`.
+    """Return the bin (of `count`) for each of the `descending` lengths, int64 [B]; None if a bin would exceed `budget`.
 
-    Bins are sorted by load, then number, both packed in one integer. In one vectorized step, each bin in the longest
+    Bins are sorted by load, then index, both packed in one integer. In one vectorized step, each bin in the longest
     possible prefix gets a sequence: the step stops before a bin would get a second one.
     """
     assignment = np.empty(len(descending), np.int64)
@@ -119,7 +119,7 @@ def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarra
 def _one_by_one(
     descending: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
-    """Continue `_longest_first` from sequence `assigned` with a heap; `bins` ascending."""
+    """Continue `_longest_first` from sequence `assigned` on with a heap; `bins` are packed integers, ascending."""
     heap, count, chosen = bins.tolist(), len(bins), []
     limit = (budget + 1) * count
     for length in descending[assigned:].tolist():

@@ -23,7 +23,7 @@ class Filler(NamedTuple):
     """Amount of filler at the end of a micro-batch, which is excluded from all losses (`filler.py`)."""
 
     sequences: int = 0
-    rows: int = 0  # masked rows
+    rows: int = 0  # filler entries of `MicroBatch.masked_rows`
 
 
 NO_FILLER = Filler()
@@ -31,7 +31,7 @@ NO_FILLER = Filler()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank: S concatenated sequences with T tokens in total, K of them to predict.
+    """Input of one forward pass of one rank: S concatenated sequences with T tokens in total, K of them to predict.
 
     Sequences are in ascending order of length, without padding (invariant 2). Filler is at the end.
     """
@@ -40,9 +40,9 @@ class MicroBatch:
     token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
     positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
-    masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
-    masked_labels: Tensor  # int64 [K], the tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; -100 unlabeled; [0] without pairs
+    masked_rows: Tensor  # int64 [K], ascending indices of the tokens to predict (rows of a [T, H] tensor)
+    masked_labels: Tensor  # int64 [K], ids of these tokens before masking
+    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; -100 no label; empty without pairs
     token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
     lengths: tuple[int, ...]  # tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
@@ -67,12 +67,12 @@ class StepBatch:
     """One rank's share of one optimizer step, with the global counts that normalize the losses (invariant 3)."""
 
     micro_batches: tuple[MicroBatch, ...]  # the same number on every rank
-    sequences: int  # over all ranks
-    tokens: int  # over all ranks
-    masked: int  # over all ranks
-    epoch: int  # of the first sample
-    first_sample: int  # its number in the phase, counted across epochs
-    labeled: int = 0  # sentence pairs with an NSP or SOP label, over all ranks
+    sequences: int  # number of sequences, over all ranks
+    tokens: int  # number of tokens, over all ranks
+    masked: int  # number of tokens to predict, over all ranks
+    epoch: int  # epoch of the first sample
+    first_sample: int  # index of the first sample in the phase, counted across epochs
+    labeled: int = 0  # number of sentence pairs with an NSP or SOP label, over all ranks
     text: str = ""  # name of the held-out text that contains all samples
     copies: int = 1  # number of ranks that have the same samples; sums and counts include all copies
 
@@ -86,13 +86,13 @@ class StepBatch:
 
 
 def moved(batch: B, device: torch.device) -> B:
-    """Return a dataclass with its tensors on `device`, copied asynchronously."""
+    """Return a copy of a dataclass with its tensors on `device`, copied asynchronously."""
     copied = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
     return dataclasses.replace(batch, **copied) if copied else batch
 
 
 def pinned(batch: B) -> B:
-    """Return a dataclass with its tensors in page-locked memory, which a GPU copies asynchronously."""
+    """Return a copy of a dataclass with its tensors in page-locked memory, for asynchronous copies to a GPU."""
     return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
 
 
@@ -105,13 +105,13 @@ class MaskedSequence:
     """A sequence with tokens to predict.
 
     Attributes:
-        ids: int64 [L], after masking, special tokens included.
-        places: int64 [K], ascending positions of the tokens to predict; never 0.
-        labels: int64 [K], the tokens before masking.
+        ids: int64 [L], token ids after masking, including special tokens.
+        masked_positions: int64 [K], ascending positions of the tokens to predict; never 0.
+        labels: int64 [K], ids of these tokens before masking.
     """
 
     ids: np.ndarray
-    places: np.ndarray
+    masked_positions: np.ndarray
     labels: np.ndarray
 
 
@@ -119,7 +119,7 @@ def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
     """Concatenate sequences, in ascending order of length, into one unpadded micro-batch."""
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate([sequence.places + start for sequence, start in zip(sequences, starts, strict=False)])
+    rows = np.concatenate([one.masked_positions + start for one, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),

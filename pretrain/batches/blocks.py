@@ -36,22 +36,22 @@ logger = logging.getLogger(__name__)
 class Blocks:
     """The N blocks of one source."""
 
-    shard: np.ndarray  # uint32 [N], among all shards of the split
-    table: np.ndarray  # BLOCK [N]; for a streamed corpus, mapped from a file that the processes of a machine share
+    shard: np.ndarray  # uint32 [N], index of each block's shard among all shards of the split
+    table: np.ndarray  # BLOCK [N], bounds; for a streamed corpus, mapped from a file that a machine's processes share
 
     def __len__(self) -> int:
         return len(self.shard)
 
 
-def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) -> Blocks:
-    """Return the blocks of the shards `numbers`: as prepared, or cut again into about `tokens` tokens each."""
-    tables = [_table(shards[number], tokens) for number in numbers]
-    shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
+def blocks_of(shards: Sequence[Shard], indices: Sequence[int], tokens: int = 0) -> Blocks:
+    """Return the blocks of the shards `indices`: as prepared, or cut again into blocks of about `tokens` tokens."""
+    tables = [_table(shards[number], tokens) for number in indices]
+    shard = np.repeat(np.array(indices, np.uint32), [len(table) for table in tables])
     return Blocks(shard, concatenate_tables(tables))
 
 
 def bounds_of(blocks: Blocks, number: int) -> tuple[int, int, int, int]:
-    """Return the bounds of a block in its shard: (start token, end token, first document, end document)."""
+    """Return the bounds of block `number` in its shard: (start token, end token, first document, end document)."""
     block = blocks.table[number]
     return int(block["begin"]), int(block["end"]), int(block["first"]), int(block["last"])
 
@@ -64,32 +64,32 @@ def _table(shard: Shard, tokens: int) -> np.ndarray:
 
 
 class Units:
-    """U units that the samples of some blocks are cut from: documents, or whole blocks if sequences cross documents.
+    """The units that the samples of some blocks are cut from: documents, or whole blocks if sequences cross documents.
 
     Args:
         blocks: all blocks of the source.
-        numbers: indices of the blocks to use, int64 [W].
+        indices: indices of the blocks to use, int64 [W].
     """
 
-    def __init__(self, text: ShardText, blocks: Blocks, numbers: np.ndarray, cutting: Cutting) -> None:
-        self._text, self._blocks, self._numbers, self._cutting = text, blocks, numbers, cutting
-        counts = [cutting.count(self._sizes(number)) for number in numbers.tolist()]
-        self._first = np.cumsum([0, *map(len, counts)])
+    def __init__(self, text: ShardText, blocks: Blocks, indices: np.ndarray, cutting: Cutting) -> None:
+        self._text, self._blocks, self._indices, self._cutting = text, blocks, indices, cutting
+        counts = [cutting.count(self._sizes(number)) for number in indices.tolist()]
+        self._first = np.cumsum([0, *map(len, counts)])  # units before each block
         self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
         self._starts = np.cumsum([0, *(int(block.sum()) for block in counts)])  # samples before each block
         self.samples = int(self._starts[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return (unit, index in the unit) of samples of blocks, [B] each; `block` is an index into `numbers`."""
+        """Return (unit, index in it) of each sample [B], given its block (an index into `indices`) and index there."""
         sample = sample + self._starts[block]
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
         before = self._ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
-        number = self._numbers[block]
+        number = self._indices[block]
         shard, blocks = self._blocks.shard[number].astype(np.int64), self._blocks.table[number]
         start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
-        if self._cutting.joined:
+        if self._cutting.crosses_documents:
             last = blocks["last"]
             return Unit(shard, start, end - start + last - document - 1, document, last, *sentences), sample - before
         document = document + unit - self._first[block]
@@ -100,19 +100,19 @@ class Units:
     def _sizes(self, number: int) -> np.ndarray:
         """Return the tokens of each unit of a block, int64."""
         start, end, first, last = bounds_of(self._blocks, number)
-        if self._cutting.joined:
+        if self._cutting.crosses_documents:
             return np.array([end - start + last - first - 1])
         starts = self._text.document_starts(int(self._blocks.shard[number]), first, last + 1).clip(start, end)
         return np.diff(starts)
 
 
 class Window:
-    """The samples of a window in reading order, each with its block and its index in the block.
+    """The samples of a window in reading order; finds the block of a sample and its index in the block.
 
     Args:
-        blocks: numbers of its blocks in the source, int64 [W].
-        counts: samples of each block, [W].
-        key: random key of the blocks' offsets.
+        blocks: indices of the window's blocks in the source, int64 [W].
+        counts: number of samples of each block, [W].
+        key: random key of the offsets at which the blocks are interleaved.
     """
 
     def __init__(self, blocks: np.ndarray, counts: np.ndarray, key: np.ndarray | np.uint64) -> None:
@@ -125,13 +125,13 @@ class Window:
         self._order = np.argsort(position / self.counts[block], kind="stable").astype(np.uint32)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index into `blocks`, index in the block) of `samples` of the window; int64 [B] each."""
+        """Return (index into `blocks`, index in the block) of `samples`, indices in the window; int64 [B] each."""
         position = self._order[samples].astype(np.int64)
         block = np.searchsorted(self._starts, position, side="right") - 1
         return block, position - self._starts[block]
 
     def index(self, block: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the index in the window of samples of blocks, int64 [B]; the inverse of `locate`."""
+        """Return each sample's index in the window, int64 [B], given its block and index there; inverts `locate`."""
         return self._positions[self._starts[block] + sample].astype(np.int64)
 
     @cached_property
@@ -145,28 +145,28 @@ class Window:
 class _Epoch:
     """One epoch of a source."""
 
-    order: np.ndarray  # uint32 [N], the blocks in reading order
+    order: np.ndarray  # uint32 [N], indices of the blocks in reading order
     bounds: np.ndarray  # int64 [windows + 1], the start of each window in `order`
     samples: np.ndarray  # int64 [windows + 1], the number of samples before each window
 
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The window that is being read: positions [first, last) in the block order of an epoch; empty between windows."""
+    """The window that is being read: positions [start, stop) in the block order of an epoch; empty between windows."""
 
     epoch: int
-    first: int
-    last: int
+    start: int
+    stop: int
 
 
 class SourceOrder:
     """The samples of one source in reading order, epoch after epoch, counted from 0.
 
     Args:
-        counts: samples of each block, [N].
+        counts: number of samples of each block, [N].
         key: random key of the block order.
-        window_blocks: minimum number of blocks in a window, unless the epoch has fewer left.
-        open_window: window in which reading continues; only the blocks after it are divided into new windows.
+        window_blocks: minimum number of blocks in a window, unless fewer are left in the epoch.
+        open_window: window that is read to its end first; only the blocks after it are divided into new windows.
     """
 
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
@@ -175,7 +175,7 @@ class SourceOrder:
         self.epoch = lru_cache(maxsize=2)(self._epoch)
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (epoch, window, index in the window) of samples; int64 [B] each."""
+        """Return (epoch, window, index in the window) of the samples `index`; int64 [B] each."""
         epoch, sample = np.divmod(index, self.samples)
         window = np.empty_like(index)
         for number in np.unique(epoch).tolist():
@@ -186,18 +186,18 @@ class SourceOrder:
         return epoch, window, sample
 
     def blocks(self, epoch: int, window: int) -> np.ndarray:
-        """Return the blocks of a window, int64."""
+        """Return the indices of the blocks of a window, int64."""
         bounds = self.epoch(epoch).bounds
         return self.epoch(epoch).order[bounds[window] : bounds[window + 1]].astype(np.int64)
 
     def following(self, epoch: int, window: int) -> np.ndarray:
-        """Return the blocks of the next window, int64, possibly in the next epoch."""
+        """Return the indices of the blocks of the next window, int64, possibly in the next epoch."""
         is_last = window + 2 == len(self.epoch(epoch).bounds)
         return self.blocks(epoch + 1, 0) if is_last else self.blocks(epoch, window + 1)
 
     def largest_adjacent(self) -> list[np.ndarray]:
-        """Return the blocks (int64) of each window in the largest group of windows that one batch may read."""
-        start, first = (self._open.epoch, self._open.first) if self._open else (0, 0)
+        """Return the block indices (int64) of each window in the largest group of windows that one batch may read."""
+        start, first = (self._open.epoch, self._open.start) if self._open else (0, 0)
         bounds = {epoch: self._bounds(epoch) for epoch in range(start, start + 3)}
         windows = [(epoch, n) for epoch, edges in bounds.items() for n in range(len(edges) - 1)]
         windows = windows[np.searchsorted(bounds[start], first) :]
@@ -211,7 +211,7 @@ class SourceOrder:
         return [self.blocks(*window) for window in windows[largest : largest + count]]
 
     def open_window(self, sample: int) -> OpenWindow:
-        """Return the partly read window before a sample; it is empty if the sample is the first of a window."""
+        """Return the window that is partly read before `sample` is; empty if `sample` is the first of a window."""
         epoch, offset = divmod(sample, self.samples)
         order = self.epoch(epoch)
         window = int(np.searchsorted(order.samples, offset, side="right")) - 1
@@ -219,7 +219,7 @@ class SourceOrder:
         return OpenWindow(epoch, first, int(order.bounds[window + 1]) if offset > order.samples[window] else first)
 
     def first_sample(self, epoch: int, block: int) -> int:
-        """Return the first sample of the block at position `block` in an epoch's order."""
+        """Return the index of the first sample of the block at position `block` in an epoch's order."""
         before = self.epoch(epoch).order[:block]
         return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
 
@@ -232,19 +232,19 @@ class SourceOrder:
         return _Epoch(order, bounds, sums[bounds])
 
     def _bounds(self, number: int) -> np.ndarray:
-        """Return the start of each window in the order of an epoch, and the number of blocks."""
+        """Return the start of each window in the block order of an epoch, followed by the number of blocks."""
         count, first, starts = len(self.counts), 0, []
         if self._open is not None and number == self._open.epoch:
-            starts, first = [0, self._open.first], self._open.last
+            starts, first = [0, self._open.start], self._open.stop
         windows = max(1, (count - first) // self._window_blocks)
         edges = first + np.arange(windows + 1) * (count - first) // windows
         return np.unique(np.append(starts, edges)).astype(np.int64)
 
 
 def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int) -> int:
-    """Return the blocks per window of a source with this `share` of all samples: its share of `total`, at least 1.
+    """Return the number of blocks per window of a source: `share` (its share of all samples) of `total`, at least 1.
 
-    The number is doubled until a window has at least the source's samples of one batch.
+    The number is doubled until a window has at least as many samples as a batch reads from the source.
     """
     blocks = max(1, math.ceil(total * share))
     while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch * share:
@@ -253,7 +253,7 @@ def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
-    """Count the samples of each block of each source, uint32 [N]. Counts of training text are stored in the corpus."""
+    """Count the samples of each block of each source, uint32 [N]; store the counts of training text in the corpus."""
     return [_counts_of(text, of_source, cutting, shards, source) for source, of_source in enumerate(blocks)]
 
 
@@ -295,7 +295,7 @@ def _store_counts(path: Path, counts: np.ndarray) -> np.ndarray:
 
 def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
     """Count the samples of a streamed source from its document offsets, which takes 16 bytes per document."""
-    logger.info("%s: counting the sequences of a new length; `prepare` with this config would have", shards.folder)
+    logger.info("%s: counting the sequences of a new length; `prepare` with this config does it once", shards.folder)
     counts = np.zeros(len(blocks), np.uint32)
     for shard in np.unique(blocks.shard).tolist():
         cache = shards.shards[shard].cache
@@ -305,6 +305,6 @@ def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> n
             start, end, first, last = bounds_of(blocks, number)
             sizes = np.diff(starts[first : last + 1].clip(start, end))
             counts[number] = cutting.count(
-                np.array([end - start + last - first - 1]) if cutting.joined else sizes
+                np.array([end - start + last - first - 1]) if cutting.crosses_documents else sizes
             ).sum()
     return counts

@@ -1,12 +1,12 @@
-"""Cuts: divide documents into samples, so that every token is in exactly one (invariant 1).
+"""Divides documents into samples, so that every token is in exactly one sample (invariant 1 in docs/invariants.md).
 
 The number of samples of a document depends only on its length and the capacity of a sequence. It is slightly higher
-than necessary, so that most cuts can be moved to a sentence boundary. A document is divided into groups of up to _GROUP
-samples at independent positions, and each group is halved recursively. So any sample is found in a few steps. All cuts
-change from epoch to epoch.
+than necessary, so that most cuts can be moved to a sentence boundary. A document is divided at independent positions
+into groups of up to _GROUP samples, and each group is halved recursively, so any sample is found in a few steps. All
+cuts change from epoch to epoch.
 
-Everything is vectorized over B samples; arrays are int64 [B] unless noted. A position is a token offset from the start
-of a unit, including one separator between documents.
+A unit is a document, or a block of documents if sequences cross documents. A position is a token offset from the start
+of a unit, counting one separator between documents. Arrays are int64 [B], for B samples, and `rows` index them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
 
-_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, so that cuts fit between sentences; maximum share
-_GROUP = 4
+_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, to cut between sentences; maximum share of capacity
+_GROUP = 4  # maximum samples of a group
 _GOLDEN = 0.6180339887498949  # golden ratio: the fractional parts of its multiples are evenly spread
 _NODE, _GRID, _DIVIDED, _HALF = range(4)  # counters for the independent random numbers of a unit
 
 
 class SentenceStarts(Protocol):
-    """The starts of sentences in units."""
+    """Finds the sentences that start in each of B units."""
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the range [first, end) of the sentences that start in each unit."""
+        """Return the range (first, stop) of the sentences that start in each unit."""
         ...
 
     def find_sentence(
@@ -36,7 +36,7 @@ class SentenceStarts(Protocol):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find the first sentence in [low, high) of the units `rows` that starts at or after `position`, else `high`.
 
-        Returns (sentence, start of the previous sentence, its start); a start without a sentence is undefined.
+        Returns (the sentence, start of the sentence before it, start of the sentence); missing starts are undefined.
         """
         ...
 
@@ -45,11 +45,11 @@ class SentenceStarts(Protocol):
 class Spans:
     """Spans of units that become samples, and the sentences that start in them."""
 
-    start: np.ndarray  # position
-    end: np.ndarray
-    first: np.ndarray  # first sentence that starts at `start` or after
-    last: np.ndarray  # first sentence that starts at `end` or after
-    at_end: np.ndarray  # bool [B], whether the span stops at a sentence boundary
+    start: np.ndarray  # position of the first token
+    end: np.ndarray  # position after the last token
+    first_sentence: np.ndarray  # first sentence that starts at or after `start`
+    stop_sentence: np.ndarray  # first sentence that starts at or after `end`
+    ends_at_sentence: np.ndarray  # bool [B], whether `end` is a sentence boundary
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,31 @@ class Cutting:
     """Settings for dividing units into samples.
 
     Args:
-        capacity: tokens of a sequence without special tokens, at least 4.
+        capacity: maximum tokens of a sequence, not counting special tokens; at least 4.
         min_tokens: minimum tokens of a sample.
-        short_share: share of the samples that are divided again, to get short sequences.
-        joined: whether sequences cross documents; units are then whole blocks.
+        short_share: share of the parts of a unit that are divided again, to get short sequences.
+        crosses_documents: whether sequences cross documents; units are then whole blocks.
     """
 
     capacity: int
     min_tokens: int
     short_share: float
-    joined: bool
+    crosses_documents: bool
 
     @property
     def identity(self) -> list[float]:
         """Values that determine the number of samples of a unit."""
-        return [self.capacity, self.min_tokens, self.short_share, self.joined, self._mean_tokens, self._min_part]
+        settings = self.capacity, self.min_tokens, self.short_share, self.crosses_documents
+        return [*settings, self._mean_tokens, self._min_part]
 
     @property
     def _mean_tokens(self) -> int:
-        """Mean tokens of a sample of a long unit."""
+        """Mean number of tokens of a sample of a long unit."""
         return self.capacity - min(_SLACK, int(_SLACK_SHARE * self.capacity))
 
     @property
     def _min_part(self) -> int:
-        """Minimum tokens of a part of a unit with several parts."""
+        """Minimum number of tokens of a part of a unit that has several parts."""
         return max(min(2 * self.min_tokens, (self.capacity + 1) // 2), self.capacity // 8)
 
     def count(self, size: np.ndarray) -> np.ndarray:
@@ -93,8 +94,8 @@ class Cutting:
 
         Args:
             sentences: starts of the sentences of the B units.
-            size: tokens of each unit.
-            sample: index within the unit, 0 .. `count` - 1.
+            size: number of tokens of each unit.
+            sample: index of the sample within its unit, 0 .. `count` - 1.
             key: random key of the unit in this epoch, uint64 [B].
         """
         parts = self._parts(size)
@@ -110,7 +111,7 @@ class Cutting:
     def _parts(self, size: np.ndarray) -> np.ndarray:
         """Return the number of parts of each unit, before some of them are divided again."""
         long_parts = np.maximum(2, -(-size // self._mean_tokens))
-        min_tokens = 1 if self.joined else self.min_tokens
+        min_tokens = 1 if self.crosses_documents else self.min_tokens
         return np.where(size <= self.capacity, size >= min_tokens, np.minimum(long_parts, size // self.min_tokens))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
@@ -123,7 +124,7 @@ class Cutting:
     def _part_of(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (part of each sample; 0 or 1 for the first or second half of a divided part, -1 if it is whole)."""
+        """Return (index of each sample's part; 0: its first half, 1: its second half, -1: the undivided part)."""
         divided = self._divided(size, parts)
         half = np.full_like(sample, -1)
         rows = np.flatnonzero(divided)
@@ -131,17 +132,17 @@ class Cutting:
             return sample, half
         ratio, shift = parts[rows] / divided[rows], uniform(draw(key[rows], _DIVIDED))
 
-        def divided_part(number: np.ndarray) -> np.ndarray:
-            return np.floor((number + shift) * ratio).astype(np.int64)
+        def divided_part(index: np.ndarray) -> np.ndarray:
+            return np.floor((index + shift) * ratio).astype(np.int64)
 
-        # Samples numbered after the parts are the second halves.
+        # Samples with indices beyond the parts are second halves.
         extra = sample[rows] - parts[rows]
         part = np.where(extra >= 0, divided_part(np.maximum(extra, 0)), sample[rows])
         nearest = np.floor(part / ratio - shift).astype(np.int64)
         is_divided = np.zeros(len(rows), bool)
-        for number in (nearest, nearest + 1):
-            valid = (number >= 0) & (number < divided[rows])
-            is_divided |= valid & (divided_part(number) == part)
+        for index in (nearest, nearest + 1):
+            valid = (index >= 0) & (index < divided[rows])
+            is_divided |= valid & (divided_part(index) == part)
         half[rows] = np.where(extra >= 0, 1, np.where(is_divided, 0, -1))
         result = sample.copy()
         result[rows] = part
@@ -150,14 +151,14 @@ class Cutting:
     def _group(
         self, search: _Search, size: np.ndarray, parts: np.ndarray, part: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Narrow the spans to groups of parts; return the range [first, end) of the parts of each group."""
+        """Narrow the spans to groups of parts; return the range (first, stop) of the parts of each group."""
         groups = np.maximum(1, -(-parts // _GROUP))
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, last = group * parts // groups, (group + 1) * parts // groups
         above_minimum = size // np.maximum(parts, 1) - self._min_part
         stretch = np.maximum(np.minimum(above_minimum, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
-        # Each of a group's two edges may move by half of the tokens that its parts leave free.
+        # Both edges of a group may move, each by up to half of the tokens that its parts leave free.
         free = self.capacity - -(-(size + stretch) // np.maximum(parts, 1))
         reach = np.maximum(parts // groups * np.minimum(free, above_minimum) // 4, 0)
 
@@ -196,14 +197,14 @@ class Cutting:
 
 
 class _Search:
-    """Spans that are narrowed by one cut after another."""
+    """Spans that are narrowed by one cut after another, with the sentences to cut at and the random keys."""
 
     def __init__(self, sentences: SentenceStarts, spans: Spans, key: np.ndarray) -> None:
         self._sentences, self.spans, self.key = sentences, spans, key
         self._node_key = draw(key, _NODE)
 
     def bits(self, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the random bits of the cut before part `number`, uint64."""
+        """Return random bits for the cut before part `number` of each of these units, uint64."""
         return draw(self._node_key[rows], number)
 
     def cut(
@@ -215,18 +216,20 @@ class _Search:
         *,
         keep_first: np.ndarray | bool,
     ) -> None:
-        """Cut the spans `rows` at the sentence nearest to `target` between `lower` and `upper`, else at `target`."""
+        """Cut the spans `rows` at the sentence start in [lower, upper] nearest to `target`, else at `target`."""
         if not len(rows):
             return
         spans = self.spans
-        start, end, first, last = (column[rows] for column in (spans.start, spans.end, spans.first, spans.last))
+        start, end = spans.start[rows], spans.end[rows]
+        first, last = spans.first_sentence[rows], spans.stop_sentence[rows]
         following, before, after = self._sentences.find_sentence(rows, first, last, target)
         has_after = (following < last) & (after <= upper) & (after < end)
         has_before = (following > first) & (before >= lower) & (before > start)
         takes_before = has_before & (~has_after | (target - before < after - target))
         position = np.where(takes_before, before, np.where(has_after, after, target))
         sentence = following - takes_before
-        ends = np.broadcast_to(keep_first, len(rows))
-        spans.end[rows], spans.last[rows] = np.where(ends, position, end), np.where(ends, sentence, last)
-        spans.start[rows], spans.first[rows] = np.where(ends, start, position), np.where(ends, first, sentence)
-        spans.at_end[rows] = np.where(ends, has_before | has_after, spans.at_end[rows])
+        is_first = np.broadcast_to(keep_first, len(rows))
+        spans.start[rows], spans.end[rows] = np.where(is_first, start, position), np.where(is_first, position, end)
+        spans.first_sentence[rows] = np.where(is_first, first, sentence)
+        spans.stop_sentence[rows] = np.where(is_first, sentence, last)
+        spans.ends_at_sentence[rows] = np.where(is_first, has_before | has_after, spans.ends_at_sentence[rows])

@@ -1,6 +1,6 @@
-"""Exchange of counts between all ranks, in the background, a step before the loss needs them (invariant 3).
+"""Sums counts over all ranks, in the background, a step before the loss needs them (invariant 3 in docs/invariants.md).
 
-Every rank counts only its sequences. Counts are integers, so their sums are the same on all ranks, in any order.
+Every rank counts only its sequences. Counts are integers, so their sums do not depend on the order of the ranks.
 """
 
 import queue
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of the sequences of a step, of one rank or of all."""
+    """Counts that normalize the losses of a step, for the sequences of one rank or of all."""
 
     tokens: int
-    masked: int  # tokens to predict
-    labeled: int  # sentence pairs with an NSP or SOP label
+    masked: int  # number of tokens to predict
+    labeled: int  # number of sentence pairs with an NSP or SOP label
 
 
 class AllRanks(Protocol):
@@ -44,14 +44,14 @@ class Exchange:
         self.thread.start()
 
     def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
-        """Return a future of `then(summed counts, maximum of micro_batches)`, which is called in the thread."""
+        """Return a future of the result of `then(summed counts, maximum of micro_batches)`, which the thread calls."""
         future: Future[T] = Future()
 
         def work() -> None:
             try:
                 sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), micro_batches)
                 future.set_result(then(Counts(*sums), largest))
-            except BaseException as error:  # any exception is raised again in the waiting thread
+            except BaseException as error:  # any exception is raised again in the thread that waits for the future
                 future.set_exception(error)
 
         self._requests.put(work)

@@ -1,7 +1,7 @@
-"""Filler: sequences excluded from all losses, added to micro-batches so that there are few different shapes.
+"""Filler: sequences that are excluded from all losses, and added to micro-batches so that these have few shapes.
 
-The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs time: memory blocks of
-other sizes are allocated, and a graph captured for one shape (`engine.cuda_graphs`) cannot be replayed for another.
+The number of tokens of a micro-batch differs from step to step. On a GPU, each new shape costs time: memory of other
+sizes is allocated, and a graph captured for one shape (`engine.cuda_graphs`) cannot be replayed for another.
 """
 
 import dataclasses
@@ -12,19 +12,19 @@ from torch import Tensor
 from pretrain.batches.batch import Filler, MicroBatch
 from pretrain.batches.pairs import IGNORED
 
-_MIN_MULTIPLE = 16  # tokens or rows: multiples of 16 suit tensor cores
+_MIN_MULTIPLE = 16  # numbers of tokens and of masked rows are multiples of 16, which suit tensor cores
 
-# Maximum shares that rounding adds to a micro-batch; additional sequences add a few more tokens. In a run of mini.yaml,
-# where the masking share and the number of sequences change, 600 micro-batches have 46 shapes instead of 457, with 2 %
-# more tokens and 4 % more masked rows than without filler.
+# Maximum relative growth by rounding; additional sequences add a few more tokens. In a run of mini.yaml, where the
+# masking share and the number of sequences change, 600 micro-batches have 46 shapes instead of 457, with 2 % more
+# tokens and 4 % more masked rows.
 _TOKENS, _ROWS, _SEQUENCES = 1 / 16, 1 / 8, 1 / 4
 
 
 def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """Append filler to a micro-batch, to round up its numbers of tokens, sequences and masked rows.
 
-    The filler has at least one sequence, none longer than `sequence_length`. Additional masked rows point at its last
-    token. Their labels, and the labels of the additional sequences, are `IGNORED`.
+    Filler has at least one sequence, and none is longer than `sequence_length`. Additional masked rows all refer to its
+    last token. Their labels, and the labels of the additional sequences, are `IGNORED`.
 
     Args:
         batch: a micro-batch without filler.
@@ -34,12 +34,12 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     to_tokens = _multiple(tokens, _TOKENS, _MIN_MULTIPLE)
     # At least one sequence, and enough to hold the missing tokens.
     min_sequences = -(-to_tokens // (sequence_length - 1))
-    more_sequences = _to_multiple(sequences + min_sequences, _multiple(sequences, _SEQUENCES)) + min_sequences
-    more_tokens = _to_multiple(tokens + more_sequences, to_tokens) + more_sequences
-    lengths = [(more_tokens + number) // more_sequences for number in range(more_sequences)]
+    more_sequences = _missing_to_multiple(sequences + min_sequences, _multiple(sequences, _SEQUENCES)) + min_sequences
+    more_tokens = _missing_to_multiple(tokens + more_sequences, to_tokens) + more_sequences
+    lengths = [(more_tokens + index) // more_sequences for index in range(more_sequences)]
     # A sequence has at most as many query positions as the longest one has tokens; its first token is always a query.
     max_rows = 1 << (max(*batch.lengths, *lengths).bit_length() - 1)
-    more_rows = _to_multiple(rows, min(max_rows, _multiple(rows, _ROWS, _MIN_MULTIPLE)))
+    more_rows = _missing_to_multiple(rows, min(max_rows, _multiple(rows, _ROWS, _MIN_MULTIPLE)))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return dataclasses.replace(
         batch,
@@ -57,11 +57,11 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
 
 
 def _multiple(count: int, share: float, minimum: int = 1) -> int:
-    """Return the power of two of which `count` becomes a multiple: at most `share` of `count`, at least `minimum`."""
+    """Return the power of two to whose multiple `count` is rounded: at most `share` of `count`, at least `minimum`."""
     return max(minimum, 1 << max(0, int(count * share).bit_length() - 1))
 
 
-def _to_multiple(count: int, multiple: int) -> int:
+def _missing_to_multiple(count: int, multiple: int) -> int:
     return -count % multiple
 
 

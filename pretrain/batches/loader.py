@@ -1,9 +1,9 @@
-"""Batches: samples balanced across ranks and micro-batches, unpadded, prepared in the background (invariants 1-3).
+"""Prepares batches in the background: unpadded samples, balanced across ranks and micro-batches.
 
-Each rank plans the part of the global batch that it shares with other ranks, from offsets alone. So all ranks of a part
-know its lengths and compute the same balanced assignment without communication (`balancing`). A rank fetches and masks
-only the tokens of its sequences. Losses are normalized by counts over all parts: a rank that plans the whole batch
-computes them, otherwise the ranks exchange their counts.
+It keeps invariants 1 to 3 of docs/invariants.md. The ranks that share a part of the global batch (`balancing`) all plan
+the whole part from document offsets alone. So they know its lengths and compute the same balanced assignment without
+communication. A rank fetches and masks only the tokens of its sequences. Losses are normalized by global counts: a
+rank either plans the whole batch and counts it, or the ranks exchange their counts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ from pretrain.corpus.shards import TokenShards
 
 logger = logging.getLogger(__name__)
 
-_MIN_SEQUENCES = 16  # of a held-out source, to report its loss separately
-_PREFETCH_TOKENS = 1 << 22  # per rank: 28 bytes per token, 120 MB in all
+_MIN_SEQUENCES = 16  # minimum sequences of a held-out source, to report its loss separately
+_PREFETCH_TOKENS = 1 << 22  # maximum tokens prefetched per rank: 28 bytes per token, 120 MB in all
 _COUNT_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
-_EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
-_MACHINE_SEQUENCES = 512  # minimum per batch, to divide text among machines: with fewer, token counts differ too much
-
+_EVALUATION_SEQUENCES = 1024  # approximate sequences per `StepBatch` of an evaluation
+_MACHINE_SEQUENCES = 512  # minimum per machine and batch to divide text: with fewer, token counts differ too much
 
 Batch = TypeVar("Batch", "StepBatch", "RankShare")
 
@@ -54,12 +53,11 @@ class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
     micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more
-    first_sample: int
-    sequences: int  # over all ranks
+    first_sample: int  # index of the batch's first sample in the phase
+    sequences: int  # number of sequences over all ranks
 
     @property
     def counts(self) -> Counts:
-        """The counts of this rank's sequences."""
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
             masked=sum(batch.targets for batch in self.micro_batches),
@@ -67,11 +65,10 @@ class RankShare:
         )
 
     def pinned(self) -> RankShare:
-        """Return the share with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
-_QueueItem = StepBatch | RankShare | BaseException | None  # an error, or None at the end
+_QueueItem = StepBatch | RankShare | BaseException | None  # None: the end of the phase
 
 
 class Loader:
@@ -81,12 +78,12 @@ class Loader:
     consumer has waited.
 
     Args:
-        start_step: the first step of the phase to yield a batch for.
+        start_step: step of the phase whose batch is yielded first.
         rollback: the run's latest rollback.
         prefetch: maximum number of batches to prepare ahead.
-        pinned: put batches into page-locked memory, for a GPU.
-        machines: number of machines, each with the same number of consecutive ranks; several need an `exchange`.
-        exchange: exchanges counts between the ranks. Without it, each rank counts the tokens of the whole global batch.
+        pinned: whether to put batches into page-locked memory, for a GPU.
+        machines: number of machines, each with the same number of consecutive ranks; more than one needs `exchange`.
+        exchange: sums counts over the ranks. Without it, each rank counts the tokens of the whole global batch.
 
     Raises:
         InputError: the corpus is too small for a batch, or the batch cannot be balanced across ranks.
@@ -137,7 +134,7 @@ class Loader:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of one pass over the corpus."""
+        """Number of samples in one pass over the corpus."""
         return self._maker.samples_per_epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -185,7 +182,7 @@ class Loader:
         return self._exchange.submit(item.counts, count, lambda counts, largest: self._complete(item, counts, largest))
 
     def _complete(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
-        """Complete a share with the counts of all ranks, and with the largest number of micro-batches of any rank."""
+        """Add the counts of all ranks to a share; split it into as many micro-batches as the rank with the most has."""
         if micro_batches > len(share.micro_batches):
             enlarged = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
             share = self._pinned(enlarged)
@@ -231,8 +228,8 @@ def validation_batches(
     """Return the held-out batches of a phase: the same samples every time, for every `config.seed`.
 
     There are at most `config.evaluation.sequences` samples, or none if the corpus has no validation split. A batch has
-    samples of one source, or of several small ones (`held_out_texts`). If there are fewer samples than ranks, every
-    rank evaluates all of them.
+    samples of one source, or of several small sources (`held_out_texts`). If a group has fewer samples than there are
+    ranks, every rank evaluates all of them.
 
     Raises `InputError` if the validation split has no sample.
     """
@@ -249,7 +246,7 @@ def validation_batches(
     without = sorted({shard.source for shard in shards.shards if not counts[shard.source]})
     if without and not rank and not phase:
         names = " and ".join(str(shards.sources[number].get("name", number)) for number in without)
-        logger.warning("held-out text of %s is not evaluated: too small a share. Raise evaluation.sequences.", names)
+        logger.warning("held-out text of %s is not evaluated: share too small. Raise evaluation.sequences.", names)
     batches = []
     for text, samples in held_out_texts(shards, counts, max(_MIN_SEQUENCES, world_size)):
         count = sum(samples)
@@ -265,7 +262,7 @@ def validation_batches(
 
 
 def held_out_texts(shards: TokenShards, counts: Sequence[int], minimum: int) -> list[tuple[str, list[int]]]:
-    """Group the sources for reporting their losses; return (name, samples of each source) of each group.
+    """Group the sources for reporting their losses; return (name, number of samples of each source) of each group.
 
     A source with at least `minimum` samples is a group; the others form one group, named after all of them.
     """
@@ -279,7 +276,7 @@ def held_out_texts(shards: TokenShards, counts: Sequence[int], minimum: int) -> 
 
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
-    """Return the batch of one rank for use on `world_size` ranks: its counts are scaled like sums over all ranks."""
+    """Return a batch made for one rank, for use by `world_size` ranks: its counts become sums over all ranks."""
     names = ("sequences", "tokens", "masked", "labeled")
     scaled = {name: world_size * getattr(batch, name) for name in names}
     return dataclasses.replace(batch, **scaled, copies=world_size)
@@ -288,10 +285,10 @@ def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
 class BatchMaker:
     """Creates one rank's share of any batch, in the calling thread.
 
-    Batches of `held_out` text use `masking.probability` and the corpus's mix of sources, regardless of the phase, so
-    that losses are comparable across phases and forks. Their micro-batches have room for at least two sequences, so
-    that any number of sequences can be assigned to any number of ranks; without a backward pass they still need less
-    memory than training.
+    Batches of held-out text use `masking.probability` and the corpus's mix of sources, regardless of the phase, so that
+    losses are comparable across phases and runs. Their micro-batches have room for at least two sequences, so that any
+    number of sequences can be assigned to any number of ranks. Without a backward pass, they still need less memory
+    than training.
     """
 
     def __init__(
@@ -309,8 +306,8 @@ class BatchMaker:
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
-        # Local text is shared by all ranks, which keeps their token counts closest. Machines that stream different
-        # text do not have exactly the same number of sequences.
+        # If all ranks share the text, as with a local corpus, their token counts are closest. Machines that stream
+        # different text do not have exactly the same number of sequences.
         is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _MACHINE_SEQUENCES, world_size)
         is_divided &= config.engine.micro_batch_tokens >= 2 * length
         count = machines if is_divided else 1
@@ -334,11 +331,11 @@ class BatchMaker:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of one pass over the corpus."""
+        """Number of samples in one pass over the corpus."""
         return self.sampler.samples_per_epoch
 
     def limit_to(self, counts: Sequence[int]) -> BatchMaker:
-        """Return a maker of batches with only the first `counts` samples of each source."""
+        """Return a copy that makes batches of only the first `counts[i]` samples of each source i."""
         limited = copy.copy(self)
         limited.sampler = self.sampler.limit_to(counts)
         return limited
@@ -358,7 +355,7 @@ class BatchMaker:
             )
 
     def needs_exchange(self, sequences: int) -> bool:
-        """Return whether this rank cannot count the whole batch from the lengths that it knows."""
+        """Return whether this rank cannot compute the counts of the whole batch from the lengths that it knows."""
         if self.world_size == 1:
             return False
         if self._machine.count > 1 or not self._masker.has_exact_counts:
@@ -368,10 +365,10 @@ class BatchMaker:
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """Return this rank's share of the batch of samples `first_sample` to `first_sample + sequences - 1`.
 
-        This needs no exchange: the rank counts the tokens of the whole batch, which takes longer. It does not work if
+        The rank itself counts the tokens of the whole batch, which takes longer than an exchange and is impossible if
         machines read different text.
         """
-        with self.sampler.holding():
+        with self.sampler.keep_text_cached():
             return self._make(first_sample, sequences)
 
     def _make(self, first_sample: int, sequences: int) -> StepBatch:
@@ -388,15 +385,15 @@ class BatchMaker:
         return self.complete(share, Counts(*map(sum, zip(*counts, strict=True))))
 
     def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
-        """Return this rank's share of a batch, in `micro_batches` or more, without the counts of other ranks.
+        """Return this rank's share of a batch, without other ranks' counts, in at least `micro_batches` micro-batches.
 
         If `micro_batches` is the maximum over all ranks, the share has the same micro-batches as in `make`.
         """
         part = balancing.part_of(self.rank, sequences, self.world_size)
         if self._machine.count > 1:
             machine = self._machine
-            part = balancing.part_of_machine(machine.number, machine.count, sequences, self.world_size)
-        with self.sampler.holding():  # the exchange thread also calls this, to enlarge a share
+            part = balancing.part_of_machine(machine.index, machine.count, sequences, self.world_size)
+        with self.sampler.keep_text_cached():  # the exchange thread also calls this, to enlarge a share
             plan, assignment = self.assign(first_sample, part, micro_batches)
             return RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
 
@@ -414,18 +411,18 @@ class BatchMaker:
 
     def assign(self, first_sample: int, part: BatchPart, micro_batches: int = 1) -> tuple[SamplePlan, Assignment]:
         """Plan a part of the batch that starts at `first_sample`; return the plan and its micro-batch assignment."""
-        samples = first_sample + part.first + np.arange(part.sequences)
+        samples = first_sample + part.first_sample + np.arange(part.sequences)
         if part.machine >= 0:
             samples = samples[self.sampler.owners(samples) == part.machine]
         plan = self.sampler.plan(samples)
         return plan, balancing.balance(plan.lengths, part.ranks, self._budget, micro_batches=micro_batches)
 
     def _micro_batches_of(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:
-        numbers = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
-        return tuple(self._micro_batch(plan[assignment.members(number)]) for number in numbers)
+        indices = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
+        return tuple(self._micro_batch(plan[assignment.members(index)]) for index in indices)
 
     def _counts(self, plan: SamplePlan) -> Counts:
-        """Return the counts of planned samples."""
+        """Return the counts that these samples will have."""
         return Counts(
             tokens=int(plan.lengths.sum()),
             masked=self._count_masked(plan),
@@ -433,14 +430,14 @@ class BatchMaker:
         )
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
-        rows = self.sampler.gather(plan)
-        masked = self._masker.apply(rows, plan.key, self._masking_share(plan))
+        tokens = self.sampler.gather(plan)
+        masked = self._masker.apply(tokens, plan.key, self._masking_share(plan))
         batch = MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
-            token_types=torch.from_numpy(rows.token_types),
-            positions=torch.from_numpy(rows.positions),
-            cu_seqlens=torch.from_numpy(rows.starts.astype(np.int32)),
-            masked_rows=torch.from_numpy(masked.rows),
+            token_types=torch.from_numpy(tokens.token_types),
+            positions=torch.from_numpy(tokens.positions),
+            cu_seqlens=torch.from_numpy(tokens.starts.astype(np.int32)),
+            masked_rows=torch.from_numpy(masked.indices),
             masked_labels=torch.from_numpy(masked.labels),
             nsp_labels=torch.from_numpy(plan.label if self._has_pairs else plan.label[:0]),
             token_keys=torch.from_numpy(masked.token_keys),
@@ -453,20 +450,20 @@ class BatchMaker:
         if not len(plan.key):
             return 0
         if self._masker.has_exact_counts:
-            special = plan.lengths - plan.ordinary
+            special = plan.lengths - plan.content_length
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
-        # The number of masked tokens depends on the text, so all of it must be read.
-        portion = np.cumsum(plan.lengths) // _COUNT_TOKENS
-        parts = np.split(np.arange(len(portion)), np.flatnonzero(np.diff(portion)) + 1)
+        # The number of masked tokens depends on the text, so all of it must be read, in chunks.
+        chunk = np.cumsum(plan.lengths) // _COUNT_TOKENS
+        chunks = np.split(np.arange(len(chunk)), np.flatnonzero(np.diff(chunk)) + 1)
         return sum(
             self._masker.count(self.sampler.gather(part), part.key, self._masking_share(part))
-            for part in (plan[members] for members in parts)
+            for part in (plan[members] for members in chunks)
         )
 
     def _masking_share(self, plan: SamplePlan) -> np.ndarray:
-        """Return the share of tokens to predict, float64 [B]; it depends only on the sample number (invariant 1)."""
+        """Return the share of tokens to predict, float64 [B]; it depends only on the index of the sample."""
         first, last = self._masking_shares
-        return first + (last - first) * (plan.number / self._phase_sequences)
+        return first + (last - first) * (plan.sample_index / self._phase_sequences)
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:

@@ -1,9 +1,9 @@
-"""The mix of sources of a phase, planned once: weights, a temperature, and a cap on repeats.
+"""Plans the mix of sources of a phase from weights, a temperature and a maximum number of epochs.
 
 A source with T tokens and the weight w gets a share of the phase's tokens in proportion to w T^temperature. With a
-temperature of 1, weights are epochs: equal weights read every token equally often. With 0, weights are shares of the
-tokens. Values in between favor small sources (XLM-R uses 0.3: Conneau et al. 2020, section 3.1). Token shares are
-converted to sample shares by the mean sample length of each source.
+temperature of 1, weights are epochs: with equal weights, every token is read equally often. With 0, weights are shares
+of the tokens. Values in between favor small sources (XLM-R uses 0.3: Conneau et al. 2020, section 3.1). Token shares
+are converted to sample shares by the mean sample length of each source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig
 from pretrain.corpus.shards import TokenShards
 
-_RESOLUTION = 1 << 30  # samples in a period, unless all shares are integers
+_RESOLUTION = 1 << 30  # samples in a period of the `Mixture`, unless all shares are integers
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Mix:
     """The mix of sources of a phase.
 
     Attributes:
-        shares: samples of each source in a period of the `Mixture`.
-        epoch: samples in an epoch of the mix.
+        shares: number of samples of each source in a period of the `Mixture`.
+        epoch: number of samples in an epoch of the mix.
         capped: for each source, whether `max_epochs` reduces its share.
     """
 
@@ -41,21 +41,21 @@ class SourceReading:
     """The amount of a source that a phase reads."""
 
     name: str
-    token_share: float  # of the phase's tokens, without special tokens
-    epochs: float  # in this phase
-    total_epochs: float  # from the start of the run to the end of the phase, including skipped parts of windows
-    capped: bool
-    left_out: int = 0  # tokens skipped because the open window cannot be continued at another sequence length
+    token_share: float  # share of the phase's tokens, special tokens not counted
+    epochs: float  # epochs of the source in this phase
+    total_epochs: float  # epochs from the start of the run to the end of the phase; skipped text counts as read
+    capped: bool  # whether `max_epochs` reduces its share
+    skipped_tokens: int = 0  # tokens left unread, as the open window cannot be continued at another sequence length
 
     @property
     def line(self) -> str:
-        """A phrase that describes the reading."""
+        """The values as one line of text."""
         parts = [f"{self.name} {self.token_share:.1%} of the tokens, {self.epochs:.2f} epochs"]
         if self.total_epochs > self.epochs + 0.005:
             parts.append(f"{self.total_epochs:.2f} since the start of the run")
         parts += ["capped by max_epochs"] if self.capped else []
-        note = f"{self.left_out:,} tokens left out: another sequence_length cannot continue the open window"
-        return ", ".join([*parts, *([note] if self.left_out else [])])
+        note = f"{self.skipped_tokens:,} tokens skipped: a window cannot be continued at another sequence_length"
+        return ", ".join([*parts, *([note] if self.skipped_tokens else [])])
 
 
 def plan_mix(
@@ -64,8 +64,8 @@ def plan_mix(
     """Plan the mix of a phase; if `phase` is None, the mix of the corpus.
 
     Args:
-        samples: samples in an epoch of each source.
-        read: samples of each source that were read before the phase.
+        samples: number of samples in an epoch of each source.
+        read: number of samples of each source that were read before the phase.
         where: the phase's path in the config, for errors.
 
     Raises `InputError` if the corpus has no sample, a weight names no source, or `max_epochs` leaves too few samples.
@@ -90,7 +90,7 @@ def plan_mix(
 
 
 def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """Return the epochs of each source in an epoch of the mix, before replayed text is added."""
+    """Return how many epochs of each source an epoch of the mix reads, before replayed text is added."""
     if phase is None:
         return shards.weights({}, where)
     weights = shards.weights(phase.weights, f"{where}.weights")
@@ -110,7 +110,7 @@ def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[i
 
 
 def _cap_samples(requested: np.ndarray, remaining: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cap the samples of each source; the other sources compensate in proportion. Return (samples, capped)."""
+    """Limit each source to its `remaining` samples; the others get more in proportion. Return (samples, capped)."""
     total, capped = requested.sum(), np.zeros(len(requested), bool)
     planned = requested
     while (exceeds := (planned > remaining) & ~capped).any():

@@ -1,7 +1,7 @@
-"""Counter-based randomness, keyed permutations, and the mixture of sources (invariant 1).
+"""Counter-based random numbers, keyed permutations, and the mixture of sources (invariant 1 in docs/invariants.md).
 
 Everything is stateless: a random number is a hash of a key and a counter, and a permutation is evaluated pointwise. So
-sample 150,000,000 costs as much as sample 0.
+sample 150,000,000 is computed as fast as sample 0.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ import numpy as np
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: the increment and the
 # finalizer of SplitMix64 (variant 13 of David Stafford's mixers).
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+_MULTIPLIER1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
-_MAX_PERIOD = 1 << 31  # samples, so that the product of two counts fits in 64 bits
-_ROUNDS = 8  # half-rounds of the Feistel network; with 6, neighbors in small epochs are still biased
+_MAX_PERIOD = 1 << 31  # maximum samples in a period, so that the product of two counts fits in 64 bits
+_ROUNDS = 8  # half-rounds of the Feistel network; with 6, adjacent indices of a small range are still correlated
 
 
 def root_key(*parts: str | int) -> np.uint64:
@@ -35,12 +35,12 @@ def draw(key: np.ndarray | np.uint64, counter: np.ndarray | int) -> np.ndarray:
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """Return float64 in [0, 1) from 64 random bits."""
+    """Convert 64 random bits to float64 in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def below(bits: np.ndarray, size: np.ndarray | int) -> np.ndarray:
-    """Return uniform int64 in 0 .. size-1 from 64 random bits; 1 <= size < 2**32, relative bias below size / 2**32."""
+    """Convert 64 random bits to uniform int64 in 0 .. size-1; 1 <= size < 2**32, relative bias below size / 2**32."""
     high = bits >> np.uint64(32)
     high *= np.asarray(size).astype(np.uint64)
     high >>= np.uint64(32)
@@ -48,7 +48,7 @@ def below(bits: np.ndarray, size: np.ndarray | int) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenate ranges of integers: counts[0] from starts[0] on, counts[1] from starts[1] on, ..."""
+    """Concatenate ranges of integers: counts[0] integers from starts[0] on, counts[1] from starts[1] on, ..."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum())
 
@@ -60,7 +60,7 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.nd
     Feistel network over the next power of two is applied repeatedly until the result is below `size` (cycle walking).
     """
     result, sizes = index.astype(np.uint64), np.broadcast_to(size, index.shape)
-    # Below 8 the halves are too small to hash well.
+    # With fewer than 8 bits, the halves are too small to hash well.
     width = np.maximum(8, np.ceil(np.log2(np.maximum(sizes, 2)))).astype(np.int64)
     for bits in np.unique(width).tolist():
         outside = np.flatnonzero(width == bits)
@@ -74,13 +74,13 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.nd
 class Mixture:
     """An infinite sequence of samples of several sources, evenly interleaved (invariant 1).
 
-    A period has `shares[s]` samples of source s. In any range of it, each source has its share of the samples, to
-    within a few: the sources are halved recursively, and each half gets its samples at even distances. So a sample's
-    number determines its source and the number of earlier samples of this source. A source without a share has no
-    effect: it may be added to a corpus later.
+    A period has `shares[s]` samples of source s. In any range of it, each source has its share of the samples, give or
+    take a few: the list of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index
+    determines its source and the number of earlier samples of this source. A source without a share has no effect: it
+    may be added to a corpus later.
 
     Args:
-        shares: samples of each source in a period; at least one is positive.
+        shares: number of samples of each source in a period; at least one is positive.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class Mixture:
         self._nonzero_shares = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, number of earlier samples of this source) of samples counted from 0; int64 [B] each."""
+        """Return (source, number of earlier samples of this source) of each of `samples`; int64 [B] each."""
         period, position = np.divmod(samples, self.period)
         source, before = np.empty_like(samples), np.empty_like(samples)
         self._halve(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, before)
@@ -131,9 +131,9 @@ def _mix(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
     """Mix the bits of uint64 values in place; `scratch` is overwritten."""
     shifted = np.right_shift(bits, _SHIFTS[0], out=scratch)
     bits ^= shifted
-    bits *= _FIRST
+    bits *= _MULTIPLIER1
     bits ^= np.right_shift(bits, _SHIFTS[1], out=shifted)
-    bits *= _SECOND
+    bits *= _MULTIPLIER2
     bits ^= np.right_shift(bits, _SHIFTS[2], out=shifted)
     return bits
 

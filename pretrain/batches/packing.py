@@ -1,4 +1,4 @@
-"""Sequences across documents: RoBERTa's FULL-SENTENCES input (Liu et al. 2019, section 4.2).
+"""Sequences that cross documents: RoBERTa's FULL-SENTENCES input (Liu et al. 2019, section 4.2).
 
 A sequence consists of consecutive sentences. If a document ends before the sequence is full, a separator and the next
 document of the shard follow. Everything is vectorized over samples.
@@ -21,16 +21,16 @@ def document_starts(
 
     Args:
         text: the shards.
-        shard: shard of each span; int64 [B], like the others.
+        shard: index of each span's shard; int64 [B], like the other arrays.
         start: token offset of each span within its shard.
-        length: tokens of each span.
-        document: document of each span's first token.
-        separators: number of each span's documents, minus one.
+        length: number of tokens of each span.
+        document: index of the document that contains each span's first token.
+        separators: number of documents of each span, minus one.
 
     Returns:
-        (span of each document, ascending; its token offset within the shard), int64 [D] each.
+        (index of each document's span, ascending; token offset of its start within the shard), int64 [D] each.
     """
-    rows, starts = [np.arange(len(start))], [start]
+    spans, starts = [np.arange(len(start))], [start]
     unfinished = np.flatnonzero(separators)
     document = document[unfinished]
     while len(unfinished):
@@ -38,10 +38,10 @@ def document_starts(
         boundary = text.document_start(shard[unfinished], document)
         inside = boundary < start[unfinished] + length[unfinished]
         unfinished, document, boundary = unfinished[inside], document[inside], boundary[inside]
-        rows.append(unfinished)
+        spans.append(unfinished)
         starts.append(boundary)
-    row, offset = np.concatenate(rows), np.concatenate(starts)
-    order = np.lexsort((offset, row))
-    row, offset = row[order], offset[order]
-    new = np.append(True, (np.diff(row) > 0) | (np.diff(offset) > 0))  # empty documents are dropped
-    return row[new], offset[new]
+    span, offset = np.concatenate(spans), np.concatenate(starts)
+    order = np.lexsort((offset, span))
+    span, offset = span[order], offset[order]
+    is_new = np.append(True, (np.diff(span) > 0) | (np.diff(offset) > 0))  # drops empty documents
+    return span[is_new], offset[is_new]

@@ -1,12 +1,12 @@
-"""Sentence pairs that read every token once: split spans into segments A and B, and exchange some Bs.
+"""Sentence pairs that read every token once: spans are split into segments A and B, and some exchange their Bs.
 
-Devlin et al. (appendix A.2) and google-research/bert create_pretraining_data.py take a random B from another document,
-where it is read a second time, and truncate pairs to the sequence length. Here two samples of different documents whose
-Bs have equal lengths form a couple, and half of the couples exchange their Bs. So lengths and kinds of cuts reveal
-nothing about the label, and no token is read twice or lost.
+Devlin et al. 2019 (appendix A.2) and google-research/bert create_pretraining_data.py take a random B from another
+document, where it is read a second time, and truncate pairs to the sequence length. Here, two samples of different
+documents whose Bs have equal lengths form a couple, and half of the couples exchange their Bs. So the label cannot be
+guessed from lengths or from where segments are cut, and no token is read twice or lost.
 
 Everything is vectorized over S samples, grouped into cells; couples are formed within a cell. Arrays are int64 [S]
-unless noted.
+unless noted, and `rows` are indices into them.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ import numpy as np
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.text import ShardText
 
-# Counters for the independent random numbers of a sample; the round is added to the last three.
+# Counters for a sample's independent random numbers; to the last three, the index of the round is added.
 _LABEL, _SPLIT, _TIE, _INSIDE = 0, 16, 32, 48
-_LABEL_1_SHARE = 0.5  # of the labeled samples (Devlin et al. 2019, appendix A.2)
-_SENTENCE_ROUNDS = 2  # in each, samples without a partner draw another sentence for B
-_INSIDE_ROUNDS = 3
+_LABEL_1_SHARE = 0.5  # share of label 1 among the labeled samples (Devlin et al. 2019, appendix A.2)
+_SENTENCE_ROUNDS = 2  # rounds in which samples without a partner draw another sentence at which B starts
+_INSIDE_ROUNDS = 3  # rounds in which they draw another token inside a sentence
 IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 
 
@@ -28,21 +28,21 @@ IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 class PairSpans:
     """Spans of tokens to be divided into A and B, each within one document."""
 
-    cell: np.ndarray  # samples of the same cell may form couples
+    cell: np.ndarray  # index of the sample's cell
     shard: np.ndarray
-    start: np.ndarray  # token offset
-    end: np.ndarray
-    first: np.ndarray  # first sentence that starts after `start`
-    last: np.ndarray  # first sentence that starts at `end` or after
-    at_start: np.ndarray  # bool, whether `start` is a sentence boundary
-    at_end: np.ndarray  # bool, whether `end` is a sentence boundary
-    document: np.ndarray  # unique number of the document
-    key: np.ndarray  # uint64, of the sample
+    start: np.ndarray  # offset of the first token
+    end: np.ndarray  # offset after the last token
+    first_sentence: np.ndarray  # first sentence that starts after `start`
+    stop_sentence: np.ndarray  # first sentence that starts at or after `end`
+    starts_at_sentence: np.ndarray  # bool, whether `start` is a sentence boundary
+    ends_at_sentence: np.ndarray  # bool, whether `end` is a sentence boundary
+    document: np.ndarray  # unique id of the document
+    key: np.ndarray  # uint64, random key of the sample
 
     @property
     def sentences(self) -> np.ndarray:
         """Number of sentences that start inside each span."""
-        return np.maximum(self.last - self.first, 0)
+        return np.maximum(self.stop_sentence - self.first_sentence, 0)
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Segments:
     """The split of each span into A and B, and the B that each sample gets."""
 
     split: np.ndarray  # token offset of the start of B
-    b_of: np.ndarray  # sample whose B is used
+    b_of: np.ndarray  # index of the sample whose B it gets
     label: np.ndarray  # 0, 1 or `IGNORED`
 
 
 def random_splits(text: ShardText, spans: PairSpans) -> np.ndarray:
-    """Draw the start of B, as token offsets: a sentence that starts in the span, or any token if there is none."""
+    """Draw the token offset at which B starts: a random sentence start inside the span, else any token."""
     bits = draw(spans.key, _SPLIT)
     split = spans.start + 1 + below(bits, spans.end - spans.start - 1)
     rows = np.flatnonzero(spans.sentences)
-    sentence = spans.first[rows] + below(bits[rows], spans.sentences[rows])
+    sentence = spans.first_sentence[rows] + below(bits[rows], spans.sentences[rows])
     split[rows] = text.offset(spans.shard[rows], sentence)
     return split
 
@@ -67,13 +67,13 @@ def random_splits(text: ShardText, spans: PairSpans) -> np.ndarray:
 def exchange_segments(text: ShardText, spans: PairSpans) -> Segments:
     """Exchange the Bs of half of the couples; label 1 marks an exchanged B.
 
-    Couples are two samples of different documents in a cell. Their Bs have equal lengths, and both or neither start
-    (and both or neither end) at a sentence boundary. Samples that find no such partner are split inside a sentence to
-    find one. Samples without a partner have no label.
+    A couple is two samples of different documents in a cell. Their Bs have equal lengths, and both or neither start
+    (and both or neither end) at a sentence boundary. Samples without such a partner are split again, inside a sentence.
+    If they still find none, they have no label.
     """
     split, partner = random_splits(text, spans), np.full(len(spans.cell), -1)
-    for number in range(_SENTENCE_ROUNDS):
-        _couple_at_sentences(text, spans, split, partner, number)
+    for round_ in range(_SENTENCE_ROUNDS):
+        _couple_at_sentences(text, spans, split, partner, round_)
     _couple_inside(text, spans, split, partner)
     samples = np.arange(len(partner))
     coin = uniform(draw(spans.key[np.minimum(samples, partner)], _LABEL)) < _LABEL_1_SHARE
@@ -87,27 +87,27 @@ def swap_segments(text: ShardText, spans: PairSpans) -> Segments:
     Only spans whose cuts are all at sentence boundaries, or all inside sentences, have a label.
     """
     split = random_splits(text, spans)
-    rows = np.flatnonzero(~spans.at_start)
+    rows = np.flatnonzero(~spans.starts_at_sentence)
     split[rows] = spans.start[rows] + 1 + below(draw(spans.key[rows], _INSIDE), (spans.end - spans.start)[rows] - 1)
     split_is_inside = _is_inside(text, spans, np.arange(len(split)), spans.end - split)
-    has_label = (spans.at_start == spans.at_end) & (spans.at_start != split_is_inside)
+    has_label = (spans.starts_at_sentence == spans.ends_at_sentence) & (spans.starts_at_sentence != split_is_inside)
     coin = uniform(draw(spans.key, _LABEL)) < _LABEL_1_SHARE
     return Segments(split, np.arange(len(split)), np.where(has_label, coin, IGNORED))
 
 
 def _couple_at_sentences(
-    text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray, number: int
+    text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray, round_: int
 ) -> None:
     """Couple samples whose Bs start at a sentence boundary and have equal lengths."""
     rows = np.flatnonzero((partner < 0) & (spans.sentences > 0))
-    if number:
-        sentence = spans.first[rows] + below(draw(spans.key[rows], _SPLIT + number), spans.sentences[rows])
+    if round_:
+        sentence = spans.first_sentence[rows] + below(draw(spans.key[rows], _SPLIT + round_), spans.sentences[rows])
         split[rows] = text.offset(spans.shard[rows], sentence)
     length = spans.end[rows] - split[rows]
-    group = ((spans.cell[rows] << 32) | (length << 1) | spans.at_end[rows]).astype(np.uint64)
-    order = np.lexsort((draw(spans.key[rows], _TIE + number), group))
+    group = ((spans.cell[rows] << 32) | (length << 1) | spans.ends_at_sentence[rows]).astype(np.uint64)
+    order = np.lexsort((draw(spans.key[rows], _TIE + round_), group))
     rows, group = rows[order], group[order]
-    index = _index_in_group(group)
+    index = _index_in_run(group)
     first = np.flatnonzero((index[:-1] % 2 == 0) & (group[1:] == group[:-1])) if len(rows) else index
     _couple(spans, partner, rows[first], rows[first + 1])
 
@@ -115,17 +115,17 @@ def _couple_at_sentences(
 def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray) -> None:
     """Couple the remaining samples: split them inside sentences, so that both Bs have the same number of tokens."""
     rows = np.flatnonzero(partner < 0)
-    group = (spans.cell[rows] << 1) | spans.at_end[rows]
+    group = (spans.cell[rows] << 1) | spans.ends_at_sentence[rows]
     order = np.lexsort((draw(spans.key[rows], _TIE + _SENTENCE_ROUNDS), spans.document[rows], group))
     rows, group = rows[order], group[order]
-    # Samples of a document are adjacent, so a sample half a group away is of another document, unless one document has
-    # more than half of the samples.
-    index, half = _index_in_group(group), _group_sizes(group) // 2
+    # Samples of a document are adjacent, so a sample half a group away is from another one, unless a document has more
+    # than half of the samples.
+    index, half = _index_in_run(group), _run_lengths(group) // 2
     first = np.flatnonzero(index < half)
     row_a, row_b = rows[first], rows[first + half[first]]
     shorter = np.minimum(spans.end[row_a] - spans.start[row_a], spans.end[row_b] - spans.start[row_b])
-    for number in range(_INSIDE_ROUNDS):
-        length = 1 + below(draw(spans.key[row_a], _INSIDE + number), shorter - 1)
+    for round_ in range(_INSIDE_ROUNDS):
+        length = 1 + below(draw(spans.key[row_a], _INSIDE + round_), shorter - 1)
         fits = _is_inside(text, spans, row_a, length) & _is_inside(text, spans, row_b, length)
         fits &= spans.document[row_a] != spans.document[row_b]
         for samples in (row_a, row_b):
@@ -136,8 +136,8 @@ def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner
 
 def _is_inside(text: ShardText, spans: PairSpans, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Return whether the last `length` tokens of the spans `rows` start inside a sentence."""
-    shard, start, last = spans.shard[rows], spans.end[rows] - length, spans.last[rows]
-    sentence = text.first_at_least(shard, spans.first[rows], last, start)
+    shard, start, last = spans.shard[rows], spans.end[rows] - length, spans.stop_sentence[rows]
+    sentence = text.first_at_least(shard, spans.first_sentence[rows], last, start)
     return (sentence >= last) | (text.offset(shard, np.minimum(sentence, last)) != start)
 
 
@@ -147,14 +147,14 @@ def _couple(spans: PairSpans, partner: np.ndarray, row_a: np.ndarray, row_b: np.
     partner[row_a[differ]], partner[row_b[differ]] = row_b[differ], row_a[differ]
 
 
-def _index_in_group(group: np.ndarray) -> np.ndarray:
-    """Return 0, 1, 2, ... within each run of equal numbers."""
+def _index_in_run(group: np.ndarray) -> np.ndarray:
+    """Return each element's index in its run of equal numbers."""
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else np.zeros(0, int)
     return np.arange(len(group)) - np.repeat(starts, np.diff(np.append(starts, len(group))))
 
 
-def _group_sizes(group: np.ndarray) -> np.ndarray:
-    """Return the length of the run that each number is in."""
+def _run_lengths(group: np.ndarray) -> np.ndarray:
+    """Return the length of each element's run of equal numbers."""
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else np.zeros(0, int)
     sizes = np.diff(np.append(starts, len(group)))
     return np.repeat(sizes, sizes)

@@ -11,32 +11,32 @@ from pretrain.batches.source import SourceSamples
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-_BLOCKS = 8  # counted of each source: about 8 million tokens
+_BLOCKS = 8  # blocks counted of each source: about 8 million tokens
 _BATCH_SAMPLES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Statistics of samples of one sequence length, on the counted text."""
+    """Statistics of the samples of one sequence length, on the counted text."""
 
     sequence_length: int
     input_format: str
-    tokens: int  # counted tokens
+    tokens: int  # number of counted tokens
     reads: float  # mean number of times that a token is read
     unread: float  # share of the tokens that are never read
     twice: float  # share of the tokens that are read twice or more
-    mean_length: float  # of samples, including special tokens
-    at_sentence_ends: float  # share of the samples that stop at a sentence boundary
+    mean_length: float  # mean tokens of a sample, including special tokens
+    at_sentence_ends: float  # share of the samples that end at a sentence boundary
     labeled: float  # share of the samples with an NSP or SOP label; 0 without pairs
 
     @property
     def line(self) -> str:
         """The statistics as a sentence."""
-        labels = f" {self.labeled:.1%} have a label of their pair." if self.input_format == "segment_pairs" else ""
+        labels = f" {self.labeled:.1%} have a sentence-pair label." if self.input_format == "segment_pairs" else ""
         return (
             f"length {self.sequence_length}: an epoch reads a token {self.reads:.3f} times, {self.unread:.2%} of the "
-            f"tokens never and {self.twice:.2%} twice or more. {self.at_sentence_ends:.0%} of the samples end with a "
-            f"sentence.{labels} Counted on {self.tokens:,} tokens."
+            f"tokens never and {self.twice:.2%} twice or more. {self.at_sentence_ends:.0%} of the samples end at a "
+            f"sentence boundary.{labels} Counted on {self.tokens:,} tokens."
         )
 
 
@@ -71,8 +71,8 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
 
 
 def _count(source: SourceSamples) -> Sequence[float]:
-    """Count a source's first window; return (tokens, reads, unread tokens, tokens read twice or more, samples, tokens
-    of the samples, samples that stop at a sentence boundary, labeled samples).
+    """Count a source's first window; return the numbers of (tokens, reads, unread tokens, tokens read twice or more,
+    samples, tokens of the samples, samples that end at a sentence boundary, labeled samples).
     """
     shard, start, end = source.window_text(0, 0)
     order = np.lexsort((start, shard))
@@ -92,6 +92,6 @@ def _count(source: SourceSamples) -> Sequence[float]:
             position = base[block] + segment_start - start[block]
             np.add.at(changes, position, 1)
             np.add.at(changes, position + length, -1)
-        sums += len(plan.key), plan.lengths.sum(), plan.at_end.sum(), (plan.label >= 0).sum()
+        sums += len(plan.key), plan.lengths.sum(), plan.ends_at_sentence.sum(), (plan.label >= 0).sum()
     times = np.cumsum(changes[:-1], dtype=np.int8)
     return [len(times), times.sum(dtype=np.int64), (times == 0).sum(), (times > 1).sum(), *sums]

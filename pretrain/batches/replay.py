@@ -1,7 +1,7 @@
 """Replay: text of a second corpus, mixed into a run's corpus to reduce forgetting.
 
-The sources of the second corpus become additional sources of the mixture; their weights follow from the configured
-share of the samples. A replayed sample is determined like any other sample (invariant 1).
+The sources of the second corpus become additional sources of the mixture. Their weights follow from the configured
+share of the samples. A replayed sample is determined like any other sample (invariant 1 in docs/invariants.md).
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
-_SHARE = "replay_share"  # key in `TokenShards.sources`: the share of samples for all replayed sources together
+_SHARE = "replay_share"  # key in `TokenShards.sources`: share of the samples that all replayed sources have together
 
 
 def with_replay(shards: TokenShards, general: TokenShards, share: float) -> TokenShards:
-    """Add the sources of `general` to `shards`; together they provide `share` of the samples of every epoch.
+    """Add the sources of `general` to `shards`; the added ones together provide `share` of every epoch's samples.
 
     The vocabulary of `general` must be the vocabulary of `shards` or a prefix of it.
 
@@ -33,7 +33,7 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         )
     digest = hashlib.sha256(f"{shards.fingerprint} {general.fingerprint} {share!r}".encode())
     first = len(shards.sources)
-    # No names: a phase's weights must only apply to the run's sources, which may have the same names.
+    # Without names: a phase's weights must only apply to the run's sources, which may have the same names.
     replayed = [{"weight": source.get("weight", 1.0), _SHARE: share} for source in general.sources]
     return dataclasses.replace(
         shards,
@@ -52,12 +52,12 @@ def is_replayed(source: Mapping[str, Any]) -> bool:
 
 
 def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], samples: Sequence[int]) -> list[float]:
-    """Return the epochs of each source in an epoch of the mixture.
+    """Return how many epochs of each source an epoch of the mixture reads.
 
     Args:
-        sources: all sources; every replayed source has the total share of samples of all replayed sources.
+        sources: all sources; each replayed one stores the share of samples that they have together.
         weights: weight of each source, relative to the other replayed or the other not replayed sources.
-        samples: samples in an epoch of each source.
+        samples: number of samples in an epoch of each source.
 
     Raises `InputError` if there is nothing to replay.
     """

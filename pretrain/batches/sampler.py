@@ -1,6 +1,6 @@
-"""Map the number of a sample to the tokens that it reads (invariants 1 and 4).
+"""Maps the index of a sample to the tokens that it reads (invariants 1 and 4 in docs/invariants.md).
 
-    number -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
+    index -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
 
 Everything is vectorized over samples. Only counting the samples of each block needs a pass over the corpus.
 """
@@ -22,7 +22,7 @@ from pretrain.batches.blocks import WINDOW_BLOCKS, Blocks, blocks_of, sample_cou
 from pretrain.batches.cuts import Cutting
 from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.order import Mixture
-from pretrain.batches.plan import Rows, SamplePlan, gather
+from pretrain.batches.plan import PackedTokens, SamplePlan, gather
 from pretrain.batches.source import Machine, SourceProgress, SourceSamples, StreamedBlocks
 from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
@@ -31,21 +31,21 @@ from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 SAMPLER_VERSION = 4
-"""Version of the numbering of samples and of `Rollback`; a run with another version cannot be resumed."""
+"""Version of the order of samples and of `Rollback`; a run with another version cannot be resumed."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """The latest rollback of a run: from `step` on, it reads its data from the progress `read`."""
+    """The latest rollback of a run: from `step` on, the run reads the data that follows the progress `read`."""
 
     step: int
-    read: list[list[Any]]  # [name, fingerprint, *SourceProgress] of each source
+    read: list[list[Any]]  # progress in each source: [name, fingerprint, *SourceProgress]
 
 
 def make_rollback(
     shards: TokenShards, config: PretrainConfig, step: int, failed: int, before: Rollback | None
 ) -> Rollback:
-    """Return the rollback to `step` of a run that has read the data of its first `failed` steps.
+    """Return the rollback to `step` of a run that has already read the data of its first `failed` steps.
 
     Args:
         before: the previous rollback.
@@ -58,7 +58,7 @@ def make_rollback(
 
 
 def phase_sampler(shards: TokenShards, config: PretrainConfig, phase: int, **arguments: Any) -> Sampler:
-    """Return the sampler of a phase; arguments and errors as in `phase_samplers`."""
+    """Return the sampler of a phase; it has the arguments and errors of `phase_samplers`."""
     return next(itertools.islice(phase_samplers(shards, config, **arguments), phase, None))
 
 
@@ -72,19 +72,19 @@ def phase_samplers(
 ) -> Iterator[Sampler]:
     """Yield the sampler of each phase; each source continues where the previous phases stopped.
 
-    If the sequence length changes, a source continues after its open window.
+    If the sequence length changes, a source continues after the window that it is reading.
 
     Args:
-        rollback: the run's latest rollback. The sampler of its phase is only valid from its step on.
-        machine: only its samples can be planned (`Sampler.owners`).
+        rollback: the run's latest rollback. The sampler of the rollback's phase is only valid from its step on.
+        machine: the machine whose samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
-    phase_of, phase_step = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
+    rollback_phase, phase_step = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
     planned: Sequence[SourceProgress | None] = ()
     resumed: tuple[int, Sequence[SourceProgress | None]] | None = None
     for number, settings in enumerate(config.phases):
-        if rollback and number == phase_of:
+        if rollback and number == rollback_phase:
             resumed = settings.first_sample(phase_step), _read_before(rollback, shards)
         make_sampler = functools.partial(
             Sampler,
@@ -115,7 +115,7 @@ def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
 
 
 def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
-    """Return the sampler for evaluating a phase: the same for every seed, with the corpus's mix of sources."""
+    """Return the sampler for evaluation in a phase: independent of the seed, with the corpus's mix of sources."""
     length = config.phases[phase].sequence_length
     return Sampler(shards, config.pairs, sequence_length=length, seed=0)
 
@@ -124,17 +124,17 @@ class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
     A sample is a pure function of its source's fingerprint, `seed`, the source's epoch, its index in this epoch, and
-    the cutting of sequences. `phase` and `start` determine which of these samples has number n.
+    the cutting of sequences. `phase` and `start` determine which of these samples has index n.
 
     Args:
-        phase: determines the share of each source, by default the weights in the corpus.
+        phase: the phase that sets the share of each source; without it, the weights in the corpus apply.
         where: path of `phase` in the config, for errors.
         start: progress in each source at the planned start of the phase, from `read_after`.
-        resumed: (first sample, progress in each source before it), after a rollback.
-        batch: samples that are read together; windows are never smaller.
-        block_tokens: tokens of a block; by default, the blocks of the corpus are used.
-        window_blocks: minimum total blocks of the sources' windows, by default `WINDOW_BLOCKS`.
-        machine: only its samples can be planned (`owners`).
+        resumed: after a rollback: (first sample, progress in each source before it).
+        batch: number of samples that are read together; windows are never smaller.
+        block_tokens: approximate tokens of a block; by default, the blocks of the corpus are used.
+        window_blocks: minimum total number of blocks in the sources' windows, by default `WINDOW_BLOCKS`.
+        machine: the machine whose samples can be planned (`owners`).
 
     Raises `InputError` if the corpus has no sample, or a configured source does not exist.
     """
@@ -161,14 +161,15 @@ class Sampler:
         self.pairs = pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
-        self.special_tokens = 3 if self.paired else 2  # per sequence, without separators between documents
+        self.special_tokens = 3 if self.paired else 2  # per sequence, not counting separators between documents
         self.capacity = sequence_length - self.special_tokens
         self._text = ShardText(shards.shards)
-        joined = pairs.chosen_format == "full_sentences"
-        cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
+        crosses_documents = pairs.chosen_format == "full_sentences"
+        min_tokens = 2 if self.paired or crosses_documents else 1
+        cutting = Cutting(self.capacity, min_tokens, pairs.short_share, crosses_documents)
         shards_of = [shards.of_source(source) for source in range(len(shards.sources))]
         self._check_partners(shards_of)
-        blocks = [blocks_of(shards.shards, numbers, block_tokens) for numbers in shards_of]
+        blocks = [blocks_of(shards.shards, indices, block_tokens) for indices in shards_of]
         counts = sample_counts(self._text, blocks, cutting, shards)
         shares = _uncapped_shares(shards, phase, [int(block_counts.sum()) for block_counts in counts], where)
         total_blocks = window_blocks or WINDOW_BLOCKS
@@ -177,48 +178,48 @@ class Sampler:
         self.sources = [
             SourceSamples(
                 self._text,
-                numbers,
+                shard_indices,
                 source_blocks,
                 source_counts,
                 cutting=cutting,
                 pairs=pairs,
-                fingerprint=shards.source_fingerprint(number),
+                fingerprint=shards.source_fingerprint(index),
                 seed=seed,
                 window_blocks=window_blocks_for(source_counts, batch, share, total_blocks),
-                before=self._start[number],
+                before=self._start[index],
                 machine=machine,
                 streamed=_streamed_blocks(shards, source_blocks),
             )
-            for number, (numbers, source_blocks, source_counts, share) in enumerate(
+            for index, (shard_indices, source_blocks, source_counts, share) in enumerate(
                 zip(shards_of, blocks, counts, shares, strict=True)
             )
         ]
-        # A rollback changes which samples are read, not the mix.
-        read = self._samples_of(start)
+        # A rollback changes which samples are read, but not the mix.
+        read = self._first_samples_after(start)
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
         self._before = self._mixture.counts(first)  # samples of each source that earlier samplers have read
-        self._first = [n - earlier for n, earlier in zip(self._samples_of(self._start), self._before, strict=True)]
+        self._first = np.subtract(self._first_samples_after(self._start), self._before).tolist()
 
-    def _samples_of(self, progress: Sequence[SourceProgress | None]) -> list[int]:
-        """Return the first sample of each source after its `progress`."""
+    def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
+        """Return the index of the first sample of each source after its `progress`."""
         source_progress = zip(self.sources, progress, strict=True)
         return [source.first_after(before) if source.samples else 0 for source, before in source_progress]
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keep the text of the samples planned in this context in the cache; only one thread can enter it at a time."""
+    def keep_text_cached(self) -> Iterator[None]:
+        """Keep the text of samples that are planned inside this context cached; only one thread can be inside."""
         with self._lock:
             for source in self.sources:
-                source.in_use = []
+                source.held_windows = []
             try:
                 yield
             finally:
                 for source in self.sources:
-                    source.in_use = None
+                    source.held_windows = None
 
     def check_cache(self, where: str) -> None:
-        """Raise `InputError` if the cache of a streamed corpus is too small for the blocks that are held at a time."""
+        """Raise `InputError` if the cache of a streamed corpus is too small for the blocks that are held at once."""
         caches = {id(shard.cache): shard.cache for shard in self.shards.shards if shard.cache}
         pairs = zip(self.sources, self._mixture.shares, strict=True)
         required = sum(source.held_bytes() for source, share in pairs if share)
@@ -227,17 +228,17 @@ class Sampler:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of one pass over the corpus."""
+        """Number of samples in one pass over the corpus."""
         return self.mix.epoch
 
     @property
     def identity(self) -> list[list[Any]]:
-        """Values that determine the numbering of samples: [name, fingerprint, share] of each source with a share."""
+        """Values that determine the order of samples: [name, fingerprint, share] of each source with a share."""
         named_shares = zip(_source_names(self.shards), self._mixture.shares, strict=True)
         return [[*source, share] for source, share in named_shares if share]
 
-    def readings(self, samples: int, left_out: Sequence[int] = ()) -> list[SourceReading]:
-        """Return how much of each source the first `samples` read; `left_out` are the skipped tokens of each source."""
+    def readings(self, samples: int, skipped_tokens: Sequence[int] = ()) -> list[SourceReading]:
+        """Return how much of each source the first `samples` read; `skipped_tokens` are counts for each source."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
@@ -250,7 +251,7 @@ class Sampler:
                 float(counts[number] / epoch_samples[number]),
                 float((self._first[number] + counts[number]) / epoch_samples[number]),
                 self.mix.capped[number],
-                left_out[number] if left_out else 0,
+                skipped_tokens[number] if skipped_tokens else 0,
             )
             for number, source in enumerate(self.shards.sources)
             if counts[number]
@@ -261,13 +262,13 @@ class Sampler:
         return self._mixture.counts(samples)
 
     def limit_to(self, counts: Sequence[int]) -> Sampler:
-        """Return a sampler of only the first `counts` samples of each source."""
+        """Return a sampler of only the first `counts[i]` samples of each source i."""
         limited = copy.copy(self)
         limited._mixture = Mixture(counts)
         return limited
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
-        """Return the progress in each source after `samples`, which is the `start` of the next phase's sampler."""
+        """Return the progress in each source after the first `samples`: the `start` of the next phase's sampler."""
         counts = self._mixture.counts(samples)
         rows = zip(self.sources, self._first, counts, self._before, self._start, strict=True)
         return [
@@ -275,15 +276,15 @@ class Sampler:
             for source, first, count, earlier, before in rows
         ]
 
-    def left_out(self, source: int, reader: SourceSamples | None) -> int:
-        """Count the tokens of a source's open window that this sampler skips, because `reader`, which last read the
-        source, cuts samples differently.
+    def skipped_tokens(self, source: int, reader: SourceSamples | None) -> int:
+        """Count the tokens that this sampler skips in the window that `reader`, which last read the source, has not
+        finished; 0 if both cut samples in the same way.
         """
         before = self._start[source]
         return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the machine that reads each sample, int64 [B]. Machines read nearly equal numbers of samples."""
+        """Return the index of the machine that reads each sample, int64 [B]. Machines read nearly the same number."""
         source, before = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for number in np.unique(source).tolist():
@@ -292,7 +293,7 @@ class Sampler:
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` of this machine (int64 [B], counted across epochs). Only offsets are read, no tokens."""
+        """Plan `samples` of this machine (int64 [B], indices counted across epochs). Reads only offsets, no tokens."""
         self._text.count_lookups(len(samples))
         source, before = self._mixture.locate(samples)
         plans, rows = [], []
@@ -301,16 +302,16 @@ class Sampler:
             plans.append(self.sources[number].plan(before[indices] + self._first[number]))
             rows.append(indices)
         plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
-        plan.number[:] = samples
+        plan.sample_index[:] = samples
         return plan
 
-    def gather(self, plan: SamplePlan) -> Rows:
-        """Fetch the tokens of a plan; see `plan.gather`."""
+    def gather(self, plan: SamplePlan) -> PackedTokens:
+        """Fetch the tokens of a plan, as described in `pretrain.batches.plan.gather`."""
         return gather(self.shards, self._text, plan, paired=self.paired)
 
     def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
         """Raise `InputError` if random next sentences are configured, but no source has two documents."""
-        largest = max(sum(self._text.document_count(shard) for shard in numbers) for numbers in shards)
+        largest = max(sum(self._text.document_count(shard) for shard in indices) for indices in shards)
         if self.pairs.objective == "nsp" and largest < 2:
             raise InputError(
                 f"{self.shards.folder}: {counted(largest, 'document')} in its largest source, but random next "
@@ -319,14 +320,14 @@ class Sampler:
 
 
 def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """Return the share of each source in a phase, regardless of earlier phases; determines the size of windows."""
+    """Return the share of each source in a phase, regardless of earlier phases; window sizes depend on it."""
     uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
     shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
     return [share / sum(shares) for share in shares]
 
 
 def _streamed_blocks(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
-    """Return the cache of a source's blocks; None if it is not streamed."""
+    """Return the cache of a source's blocks, or None if the source is not streamed."""
     cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
     if cache is None:
         return None

@@ -1,4 +1,4 @@
-"""The samples of one source at one sequence length, addressed by number (invariant 1)."""
+"""The samples of one source at one sequence length, addressed by index (invariant 1 in docs/invariants.md)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pretrain.batches.text import DocumentSentences, JoinedSentences, ShardText,
 from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
-_CELL_LENGTHS = 8  # samples per cell, as a multiple of the sequence length: most lengths of B occur several times
+_CELL_LENGTHS = 8  # samples of a cell (`pairs`) per token of a sequence: most lengths of B occur several times in it
 _CACHED_LAYERS, _CACHED_WINDOWS = 2, 2
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # 2^32 / golden ratio: its multiples modulo 2^32 are evenly spread
-_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # samples processed at a time
-_WINDOW_BITS = 32  # for the number of a window in an epoch
-_OFFSET_BITS = 44  # for a token offset within a shard
+_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # numbers of samples processed at a time
+_WINDOW_BITS = 32  # bits for the index of a window in an epoch
+_OFFSET_BITS = 44  # bits for a token offset within a shard
 _SHARE_BLOCKS = 16  # minimum blocks in a share of a window, so that shares have nearly the same number of tokens
 
 V = TypeVar("V")
@@ -36,45 +36,45 @@ class SourceProgress:
     """Position in a source, independent of how it was read, so that invariant 1 holds across phases."""
 
     cutting: str  # identity of the cutting; a sampler with another one continues after the open window
-    sample: int  # the next sample, counted across epochs
+    sample: int  # index of the next sample, counted across epochs
     epoch: int
-    first: int  # first block of the open window, as a position in the epoch's order
-    last: int  # end of the open window; `first` if no window is open
+    start: int  # start of the open (partly read) window in the epoch's block order
+    stop: int  # end of the open window; equals `start` if no window is open
 
     def window(self, blocks: int, *, continued: bool) -> OpenWindow:
-        """Return the open window if it is `continued`, else the empty window after it; the source has `blocks`."""
+        """Return the open window if `continued`, else the empty window after it; the source has `blocks` blocks."""
         if continued:
-            return OpenWindow(self.epoch, self.first, self.last)
-        return OpenWindow(self.epoch + 1, 0, 0) if self.last == blocks else OpenWindow(self.epoch, self.last, self.last)
+            return OpenWindow(self.epoch, self.start, self.stop)
+        return OpenWindow(self.epoch + 1, 0, 0) if self.stop == blocks else OpenWindow(self.epoch, self.stop, self.stop)
 
 
 @dataclass(frozen=True)
 class Machine:
     """One of the machines of a run, which divide the text of a window."""
 
-    number: int = 0
+    index: int = 0
     count: int = 1
 
 
 @dataclass(frozen=True)
 class StreamedBlocks:
-    """The cache of a source's blocks, and their numbers in the cache, int64 [N]."""
+    """The cache of a source's blocks, and their indices in the cache, int64 [N]."""
 
     cache: BlockCache
-    numbers: np.ndarray
+    block_indices: np.ndarray
 
 
 class SourceSamples:
     """The samples of one source, counted from 0 across epochs.
 
     Args:
-        shards: shards of the source, as indices into `text`.
-        counts: samples of each block, [N].
+        shards: indices of the source's shards in `text`.
+        counts: number of samples of each block, [N].
         fingerprint: digest of the source's tokens.
-        window_blocks: minimum blocks of a window.
+        window_blocks: minimum number of blocks of a window.
         before: position up to which the source has been read.
-        machine: only its samples can be planned (`owners`).
-        streamed: the cache of the source's blocks if it is streamed.
+        machine: the machine whose samples can be planned (`owners`).
+        streamed: the cache of the source's blocks, if the source is streamed.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class SourceSamples:
         streamed: StreamedBlocks | None,
     ) -> None:
         self._machine, self._streamed = machine, streamed
-        self.in_use: list[_OpenWindow] | None = None  # unless None, keeps the windows that are read
+        self.held_windows: list[_LoadedWindow] | None = None  # unless None, windows whose text stays cached
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         self.cutting = str(cutting.identity)
         window = before and before.window(len(counts), continued=before.cutting == self.cutting)
-        # The block order is the same for all sequence lengths, so that a phase knows which blocks others have read.
+        # The block order is the same for all sequence lengths, so that a phase knows which blocks earlier phases read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks, window)
         key = root_key(fingerprint, seed, self.cutting)
         self._shuffle_key, self._cut_key, self._sample_key = draw(key, np.arange(3))
-        self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # number of each shard within the source
+        self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # index of each shard within the source
         self._shard[shards] = np.arange(len(shards))
-        self._windows: _LruCache[_OpenWindow] = _LruCache(_CACHED_WINDOWS)
+        self._windows: _LruCache[_LoadedWindow] = _LruCache(_CACHED_WINDOWS)
         self._layers: _LruCache[SamplePlan] = _LruCache(_CACHED_LAYERS)
 
     @property
@@ -113,21 +113,21 @@ class SourceSamples:
         return self.order.samples
 
     def first_after(self, before: SourceProgress | None) -> int:
-        """Return the first sample after `before`."""
+        """Return the index of the first sample after `before`."""
         if before is None:
             return 0
-        return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.last)
+        return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.stop)
 
     def progress(self, sample: int) -> SourceProgress:
         """Return the position in the source before `sample`."""
         window = self.order.open_window(sample)
-        return SourceProgress(self.cutting, sample, window.epoch, window.first, window.last)
+        return SourceProgress(self.cutting, sample, window.epoch, window.start, window.stop)
 
     def unread(self, before: SourceProgress) -> int:
         """Count the unread tokens in the open window of `before`, by planning its remaining samples."""
-        end = self.order.first_sample(before.epoch, before.last) if before.first < before.last else before.sample
+        end = self.order.first_sample(before.epoch, before.stop) if before.start < before.stop else before.sample
         batches = range(before.sample, end, _COUNT_BATCH)
-        return sum(int(self.plan(np.arange(n, min(n + _COUNT_BATCH, end))).ordinary.sum()) for n in batches)
+        return sum(int(self.plan(np.arange(n, min(n + _COUNT_BATCH, end))).content_length.sum()) for n in batches)
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine, int64 [B]."""
@@ -138,56 +138,56 @@ class SourceSamples:
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the machine that reads each sample, int64 [B], without reading text; see `_owner`."""
+        """Return the index of the machine that reads each sample, int64 [B], without reading text."""
         owner = np.zeros_like(samples)
         for indices, window, window_samples in self._by_window(samples):
             owner[indices] = window.owner[window_samples]
         return owner
 
-    def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
+    def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
         """Yield (indices into `samples`, window, index of each sample in the window) for each window."""
         epoch, window, window_samples = self.order.locate(samples)
         group = (epoch << _WINDOW_BITS) + window
         for number in np.unique(group).tolist():
             indices = np.flatnonzero(group == number)
             window = self._open(*divmod(number, 1 << _WINDOW_BITS))
-            if self.in_use is not None:
-                self.in_use.append(window)
+            if self.held_windows is not None:
+                self.held_windows.append(window)
             yield indices, window, window_samples[indices]
 
-    def _open(self, epoch: int, window: int) -> _OpenWindow:
+    def _open(self, epoch: int, window: int) -> _LoadedWindow:
         opened = self._windows.get((epoch, window))
         if opened is None:
-            numbers, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
-            # Key the window by its first block: its number changes if another phase continues it.
+            block_indices, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
+            # The key depends on the first block, not the window's index, which changes if another phase continues it.
             key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
-            samples = Window(numbers, self.order.counts[numbers], key)
-            share, local = self._shares(numbers), self._local_blocks(numbers)
+            samples = Window(block_indices, self.order.counts[block_indices], key)
+            share, local = self._shares(block_indices), self._local_blocks(block_indices)
             self._windows.make_room()
             lease = self._hold_blocks(epoch, window, local) if self._streamed else None
-            owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
-            units = Units(self._text, self._blocks, numbers[local], self._cutting)
+            owner = self._owner(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
+            units = Units(self._text, self._blocks, block_indices[local], self._cutting)
             first = int(order.samples[window])
-            opened = _OpenWindow(epoch, first, samples, share, local, owner, units, lease)
+            opened = _LoadedWindow(epoch, first, samples, share, local, owner, units, lease)
             self._windows.put((epoch, window), opened)
         return opened
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (shard, start token, end token) of the blocks of a window, int64 [W] each."""
-        numbers, blocks = self.order.blocks(epoch, window), self._blocks
-        table = blocks.table[numbers]
-        return blocks.shard[numbers].astype(np.int64), table["begin"], table["end"]
+        block_indices, blocks = self.order.blocks(epoch, window), self._blocks
+        table = blocks.table[block_indices]
+        return blocks.shard[block_indices].astype(np.int64), table["begin"], table["end"]
 
-    def _owner(self, numbers: np.ndarray, samples: Window) -> np.ndarray:
-        """Return the machine that reads each sample of a window, int16 [S].
+    def _owner(self, block_indices: np.ndarray, samples: Window) -> np.ndarray:
+        """Return the index of the machine that reads each sample of a window, int16 [S].
 
         Machines divide the window's tokens evenly, so two machines may read the block at their boundary. With sentence
-        pairs, both samples of a couple need the same machines: the shares of the window are assigned to groups of
-        machines, and the machines of a group take turns.
+        pairs, a machine needs both samples of a couple: each share of the window belongs to a group of machines, all
+        of which read its text and take turns with its samples.
         """
         owner = np.empty(samples.samples, np.int16)
-        start, size, tokens = self._token_bounds(numbers)
-        share, count = self._shares(numbers), self._machine.count
+        start, size, tokens = self._token_bounds(block_indices)
+        share, count = self._shares(block_indices), self._machine.count
         groups = self._groups(share) if self._pairs.has_classifier else count
         for first in range(0, len(owner), _OWNER_BATCH):
             block, sample = samples.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
@@ -201,13 +201,13 @@ class SourceSamples:
             owner[members] += (groups * (np.arange(len(members)) % (count // groups))).astype(np.int16)
         return owner
 
-    def _shares(self, numbers: np.ndarray) -> np.ndarray:
-        """Divide a window into 2^n shares with nearly equal token counts; return the share of each block, int64 [W]."""
-        loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
-        table = self._blocks.table[numbers]
+    def _shares(self, block_indices: np.ndarray) -> np.ndarray:
+        """Divide a window into 2^n shares of about equal size; return the index of each block's share, int64 [W]."""
+        loads = [(0, share) for share in range(1 << max(0, (len(block_indices) // _SHARE_BLOCKS).bit_length() - 1))]
+        table = self._blocks.table[block_indices]
         sizes = table["end"] - table["begin"]
-        shares = np.zeros(len(numbers), np.int64)
-        for index in np.argsort(-sizes, kind="stable").tolist():  # largest block first, to the smallest share
+        shares = np.zeros(len(block_indices), np.int64)
+        for index in np.argsort(-sizes, kind="stable").tolist():  # the largest block first, each to the smallest share
             tokens, shares[index] = loads[0]
             heapq.heapreplace(loads, (tokens + int(sizes[index]), int(shares[index])))
         return shares
@@ -216,18 +216,18 @@ class SourceSamples:
         """Return the number of groups of machines that read a window, given the share of each block."""
         return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
 
-    def _local_blocks(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the positions of this machine's blocks in a window, int64."""
-        number, count = self._machine.number, self._machine.count
+    def _local_blocks(self, block_indices: np.ndarray) -> np.ndarray:
+        """Return the indices within a window of the blocks that this machine reads, int64."""
+        machine, count = self._machine.index, self._machine.count
         if self._pairs.has_classifier:
-            groups = self._groups(share := self._shares(numbers))
-            return np.flatnonzero(share % groups == number % groups)
-        start, size, tokens = self._token_bounds(numbers)
-        return np.flatnonzero((start * count // tokens <= number) & ((start + size - 1) * count // tokens >= number))
+            groups = self._groups(share := self._shares(block_indices))
+            return np.flatnonzero(share % groups == machine % groups)
+        start, size, tokens = self._token_bounds(block_indices)
+        return np.flatnonzero((start * count // tokens <= machine) & ((start + size - 1) * count // tokens >= machine))
 
-    def _token_bounds(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    def _token_bounds(self, block_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Return (tokens before each block of a window, tokens of each block, int64 [W] each; total tokens)."""
-        table = self._blocks.table[numbers]
+        table = self._blocks.table[block_indices]
         size = (table["end"] - table["begin"]).astype(np.int64)
         end = np.cumsum(size)
         return end - size, size, int(end[-1])
@@ -235,22 +235,22 @@ class SourceSamples:
     def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window, and prefetch its blocks of the next window."""
         assert self._streamed is not None
-        lease = self._streamed.cache.hold(self._streamed.numbers[self.order.blocks(epoch, window)[local]])
+        lease = self._streamed.cache.hold(self._streamed.indices[self.order.blocks(epoch, window)[local]])
         following = self.order.following(epoch, window)
-        self._streamed.cache.fetch_ahead(self._streamed.numbers[following[self._local_blocks(following)]])
+        self._streamed.cache.fetch_ahead(self._streamed.indices[following[self._local_blocks(following)]])
         return lease
 
     def held_bytes(self) -> int:
-        """Return the maximum bytes of the source that this machine holds at a time."""
+        """Return the maximum bytes of the source that this machine holds in its cache at once."""
         if self._streamed is None:
             return 0
-        cache, numbers = self._streamed.cache, self._streamed.numbers
-        total, largest = cache.bytes_of(numbers), cache.largest(numbers)
+        cache, indices = self._streamed.cache, self._streamed.indices
+        total, largest = cache.bytes_of(indices), cache.largest(indices)
         windows = self.order.largest_adjacent()
         return min(total, largest * sum(len(self._local_blocks(blocks)) + 1 for blocks in windows))
 
-    def _plan_window(self, window: _OpenWindow, window_samples: np.ndarray) -> SamplePlan:
-        """Plan samples of a window, given their indices in it, int64 [B]."""
+    def _plan_window(self, window: _LoadedWindow, window_samples: np.ndarray) -> SamplePlan:
+        """Plan the samples with these indices in a window, int64 [B]."""
         block, sample = window.samples.locate(window_samples)
         if not self._pairs.has_classifier:
             return self._plan_single(*self._spans(window, window_samples, block, sample))
@@ -270,57 +270,57 @@ class SourceSamples:
             rows.append(indices)
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
 
-    def _layer(self, window: _OpenWindow, number: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
-        """Plan the samples [low, high) of this machine's blocks, int64 [W] each; cached, as small batches reuse it."""
-        name = (window.epoch, window.first, number)
-        plan = self._layers.get(name)
+    def _layer(self, window: _LoadedWindow, number: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
+        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, as small batches reuse a layer."""
+        key = (window.epoch, window.first_sample, number)
+        plan = self._layers.get(key)
         if plan is None:
             block = np.repeat(window.local, (high - low)[window.local])
             sample = ranges(low[window.local], (high - low)[window.local])
             spans, _ = self._spans(window, window.samples.index(block, sample), block, sample)
             plan = self._plan_pairs(replace(spans, cell=window.share[block]))
-            self._layers.put(name, plan)
+            self._layers.put(key, plan)
         return plan
 
     def _spans(
-        self, window: _OpenWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
+        self, window: _LoadedWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
-        """Return the spans and keys of samples of blocks of a window, and their units. `_layer` later sets `cell`;
-        `_plan_pairs` sets `first` and `at_start`.
+        """Return (spans, units) of samples, given their blocks and indices there. `_layer` later sets the `cell`,
+        `_plan_pairs` the `first_sentence` and `starts_at_sentence`.
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
         shuffled = permute(sample, window.samples.counts[block], shuffle_key)
         unit, number = window.units.find(np.searchsorted(window.local, block), shuffled)
         identity = self._shard[unit.shard] << _OFFSET_BITS
         key = draw(draw(self._cut_key, window.epoch), identity + unit.start)
-        sentences = (JoinedSentences if self._cutting.joined else DocumentSentences)(self._text, unit)
+        sentences = (JoinedSentences if self._cutting.crosses_documents else DocumentSentences)(self._text, unit)
         spans, rows = self._cutting.cut(sentences, unit.size, number, key), np.arange(len(window_samples))
         pair_spans = PairSpans(
             cell=np.zeros_like(window_samples),
             shard=unit.shard,
             start=sentences.token(rows, spans.start),
             end=sentences.token(rows, spans.end),
-            first=spans.first,
-            last=spans.last,
-            at_start=np.zeros_like(spans.at_end),
-            at_end=spans.at_end,
-            document=identity + unit.first,
-            key=draw(draw(self._sample_key, window.epoch), window_samples + window.first),
+            first_sentence=spans.first_sentence,
+            stop_sentence=spans.stop_sentence,
+            starts_at_sentence=np.zeros_like(spans.ends_at_sentence),
+            ends_at_sentence=spans.ends_at_sentence,
+            document=identity + unit.first_document,
+            key=draw(draw(self._sample_key, window.epoch), window_samples + window.first_sample),
         )
         return pair_spans, unit
 
     def _plan_single(self, spans: PairSpans, unit: Unit) -> SamplePlan:
-        """Plan samples of one segment."""
+        """Plan samples that have one segment."""
         length, zeros = spans.end - spans.start, np.zeros_like(spans.start)
-        first, separators = unit.first, zeros
-        if self._cutting.joined:
+        first, separators = unit.first_document, zeros
+        if self._cutting.crosses_documents:
             first, last = (
-                self._text.last_document(unit.shard, unit.first, unit.last, token, column=1)
+                self._text.last_document(unit.shard, unit.first_document, unit.stop_document, token, column=1)
                 for token in (spans.start, spans.end - 1)
             )
             separators = last - first
         return SamplePlan(
-            number=zeros.copy(),
+            sample_index=zeros.copy(),
             key=spans.key,
             shard_a=spans.shard,
             start_a=spans.start,
@@ -332,13 +332,14 @@ class SourceSamples:
             lengths=length + separators + 2,
             document=first,
             separators=separators,
-            at_end=spans.at_end,
+            ends_at_sentence=spans.ends_at_sentence,
         )
 
     def _plan_pairs(self, spans: PairSpans) -> SamplePlan:
-        """Plan samples of two segments."""
-        first = self._text.offset(spans.shard, np.minimum(spans.first, spans.last))
-        spans = replace(spans, at_start=first == spans.start, first=spans.first + (first == spans.start))
+        """Plan samples that have two segments."""
+        first = self._text.offset(spans.shard, np.minimum(spans.first_sentence, spans.stop_sentence))
+        starts = first == spans.start
+        spans = replace(spans, starts_at_sentence=starts, first_sentence=spans.first_sentence + starts)
         is_order = self._pairs.objective == "sop"
         segments = (swap_segments if is_order else exchange_segments)(self._text, spans)
         segment_a = spans.shard, spans.start, segments.split - spans.start
@@ -351,7 +352,7 @@ class SourceSamples:
             segment_b = (np.where(is_swapped, a, b) for a, b in both)
         (shard_a, start_a, length_a), (shard_b, start_b, length_b) = segment_a, segment_b
         return SamplePlan(
-            number=np.zeros_like(spans.start),
+            sample_index=np.zeros_like(spans.start),
             key=spans.key,
             shard_a=shard_a,
             start_a=start_a,
@@ -363,38 +364,38 @@ class SourceSamples:
             lengths=length_a + length_b + 3,
             document=np.zeros_like(spans.start),
             separators=np.zeros_like(spans.start),
-            at_end=spans.at_end,
+            ends_at_sentence=spans.ends_at_sentence,
         )
 
 
 @dataclass(frozen=True)
-class _OpenWindow:
-    """A window that is being read, and the units of this machine's samples."""
+class _LoadedWindow:
+    """A window that is being read, and the units that this machine's samples are cut from."""
 
     epoch: int
-    first: int  # number of the window's first sample in the epoch
+    first_sample: int  # index of the window's first sample in the epoch
     samples: Window
-    share: np.ndarray  # share of each block, int64 [W]; couples are formed within a share
+    share: np.ndarray  # index of each block's share, int64 [W]; couples are formed within a share
     local: np.ndarray  # indices of this machine's blocks in the window, int64
-    owner: np.ndarray  # machine that reads each sample, int16 [S]
-    units: Units  # of this machine's blocks
+    owner: np.ndarray  # index of the machine that reads each sample, int16 [S]
+    units: Units  # units of this machine's blocks
     lease: Lease | None  # keeps this machine's blocks in the cache
 
 
 class _LruCache(Generic[V]):
-    """A small LRU cache."""
+    """A mapping that drops the least recently used value when it is full."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._values = capacity, OrderedDict[Hashable, V]()
 
-    def get(self, name: Hashable) -> V | None:
-        if name in self._values:
-            self._values.move_to_end(name)
-        return self._values.get(name)
+    def get(self, key: Hashable) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
 
-    def put(self, name: Hashable, value: V) -> None:
+    def put(self, key: Hashable, value: V) -> None:
         self.make_room()
-        self._values[name] = value
+        self._values[key] = value
 
     def make_room(self) -> None:
         """Drop the least recently used value if there is no room for another one."""

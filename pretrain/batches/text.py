@@ -1,4 +1,4 @@
-"""The text of a split: vectorized lookup of documents, sentences and tokens in all its shards."""
+"""The text of one split of a corpus: vectorized lookup of documents, sentences and tokens in all its shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from pretrain.corpus.shards import Shard
 
-# Looking up a sample maps about seven pages of the shards into the process, usually 64 kB each. If the corpus has more
+# Looking up a sample maps about seven parts of the shards into the process, usually 64 kB each. If the corpus has more
 # than KEEP_MAPPED bytes, they are unmapped after SAMPLES_MAPPED samples.
 KEEP_MAPPED = 1 << 28
 SAMPLES_MAPPED = 512
@@ -20,22 +20,22 @@ _DAMAGED = "an offset points outside its shard; the corpus is damaged"
 
 @dataclass(frozen=True)
 class Unit:
-    """The units that B samples are cut from: documents, or ranges of consecutive documents."""
+    """The unit that each of B samples is cut from: a document, or a range of consecutive documents."""
 
-    shard: np.ndarray
-    start: np.ndarray  # token offset
-    size: np.ndarray  # tokens, plus one between documents
-    first: np.ndarray  # first document, as an index into the shard
-    last: np.ndarray  # one past the last document
+    shard: np.ndarray  # index of the shard
+    start: np.ndarray  # offset of the first token in the shard
+    size: np.ndarray  # number of tokens, plus one for each separator between documents
+    first_document: np.ndarray  # index of the first document in the shard
+    stop_document: np.ndarray  # one past the last document
     first_sentence: np.ndarray  # first sentence of the unit's block; its document may start in an earlier block
-    last_sentence: np.ndarray  # one past the last sentence of the block
+    stop_sentence: np.ndarray  # one past the last sentence of the block
 
     def __getitem__(self, rows: np.ndarray) -> Unit:
         return Unit(*(column[rows] for column in vars(self).values()))
 
 
 class ShardText:
-    """Shards, mapped from disk. Offsets are within a shard; all arrays are int64 [B] unless noted."""
+    """Shards, mapped from disk. Offsets and indices are within a shard; all arrays are int64 [B] unless noted."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._sentences = JoinedArrays([np.asarray(shard.sentences).view(np.int64) for shard in shards])
@@ -49,7 +49,7 @@ class ShardText:
         self._lookups = 0
 
     def count_lookups(self, samples: int) -> None:
-        """Count lookups of samples, and regularly unmap their pages, which stay in the page cache."""
+        """Count the samples that were looked up, and regularly unmap their pages, which stay in the page cache."""
         self._lookups += samples
         if self._lookups >= SAMPLES_MAPPED:
             self.unmap_pages()
@@ -64,11 +64,11 @@ class ShardText:
         return int(self._counts[shard])
 
     def document_start(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
-        """Return the token offset of documents; for the index after the last document, the number of tokens."""
+        """Return the token offset of documents; after the last document, the number of tokens."""
         return self._documents.at(shard, 2 * document + 1)
 
-    def document_first(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
-        """Return the first sentence of documents; for the index after the last document, the number of sentences."""
+    def first_sentence_of(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """Return the index of the first sentence of documents; after the last document, the number of sentences."""
         return self._documents.at(shard, 2 * document)
 
     def document_starts(self, shard: int, first: int, stop: int) -> np.ndarray:
@@ -80,15 +80,15 @@ class ShardText:
         return self._sentences.at(shard, sentence)
 
     def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """Return the first sentence in [low, high) that starts at or after `offset`, else `high`, by binary search."""
+        """Return the first sentence in [low, high) that starts at or after `offset`, or `high` if none does."""
         return self.find_sentence(shard, low, high, offset)[0]
 
     def find_sentence(
         self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (sentence as in `first_at_least`, start of the previous sentence, its start).
+        """Return (the sentence that `first_at_least` finds, start of the sentence before it, start of the sentence).
 
-        If the sentence is `low`, the start of the previous one is undefined; if it is `high`, its start is.
+        The second is undefined if the sentence is `low`, the third if it is `high`.
         """
         remaining = np.maximum(high - low, 0)
         start, array = self._sentences.ranges(shard, low, remaining), self._sentences.array
@@ -106,9 +106,9 @@ class ShardText:
     def last_document(
         self, shard: np.ndarray, first: np.ndarray, last: np.ndarray, value: np.ndarray, *, column: int, gap: int = 0
     ) -> np.ndarray:
-        """Return the last document in [first, last) whose offset is at most `value`, but at least `first`.
+        """Return the last document in [first, last) whose offset is at most `value`, or `first` if there is none.
 
-        The offset is the document's first sentence (`column` 0) or token (1), plus `gap` per document since `first`.
+        The offset is the document's first sentence (`column` 0) or token (`column` 1), plus `gap` per earlier document.
         """
         low, high = first.copy(), last.copy()
         for _ in range(int((last - first).max(initial=0)).bit_length()):
@@ -126,8 +126,9 @@ class DocumentSentences:
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         text, unit = self._text, self._unit
-        first, last = text.document_first(unit.shard, unit.first), text.document_first(unit.shard, unit.last)
-        return np.maximum(first, unit.first_sentence), np.minimum(last, unit.last_sentence)
+        first = text.first_sentence_of(unit.shard, unit.first_document)
+        stop = text.first_sentence_of(unit.shard, unit.stop_document)
+        return np.maximum(first, unit.first_sentence), np.minimum(stop, unit.stop_sentence)
 
     def find_sentence(
         self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, position: np.ndarray
@@ -137,7 +138,7 @@ class DocumentSentences:
         return following, before - start, after - start
 
     def token(self, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the token offset in the shard of positions in units."""
+        """Return the token offsets in the shards of `position` in the units `rows`."""
         return self._unit.start[rows] + position
 
 
@@ -149,27 +150,28 @@ class JoinedSentences(DocumentSentences):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         unit, text = self._unit[rows], self._text
         document = self._document(unit, position)
-        first = np.maximum(text.document_first(unit.shard, document), unit.first_sentence)
-        last = np.minimum(text.document_first(unit.shard, document + 1), unit.last_sentence)
-        following = text.first_at_least(unit.shard, first, last, unit.start + position - (document - unit.first))
-        following = following.clip(low, np.maximum(high, low))
+        first = np.maximum(text.first_sentence_of(unit.shard, document), unit.first_sentence)
+        last = np.minimum(text.first_sentence_of(unit.shard, document + 1), unit.stop_sentence)
+        offset = unit.start + position - (document - unit.first_document)
+        following = text.first_at_least(unit.shard, first, last, offset).clip(low, np.maximum(high, low))
         return following, self._start(unit, np.maximum(following - 1, 0)), self._start(unit, following)
 
     def _start(self, unit: Unit, sentence: np.ndarray) -> np.ndarray:
-        """Return the position of the start of sentences of units."""
-        document = self._text.last_document(unit.shard, unit.first, unit.last, sentence, column=0)
-        return self._text.offset(unit.shard, sentence) - unit.start + np.minimum(document, unit.last - 1) - unit.first
+        """Return the positions at which sentences of units start."""
+        document = self._text.last_document(unit.shard, unit.first_document, unit.stop_document, sentence, column=0)
+        separators = np.minimum(document, unit.stop_document - 1) - unit.first_document
+        return self._text.offset(unit.shard, sentence) - unit.start + separators
 
     def token(self, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
         unit = self._unit[rows]
         document = self._document(unit, position)
         end = self._text.document_start(unit.shard, document + 1)
-        return np.minimum(unit.start + position - (document - unit.first), end)
+        return np.minimum(unit.start + position - (document - unit.first_document), end)
 
     def _document(self, unit: Unit, position: np.ndarray) -> np.ndarray:
-        """Return the document that contains a position, or that precedes the separator at this position."""
+        """Return the document that contains a position; for a separator, the document before it."""
         value = unit.start + position
-        return self._text.last_document(unit.shard, unit.first, unit.last, value, column=1, gap=1)
+        return self._text.last_document(unit.shard, unit.first_document, unit.stop_document, value, column=1, gap=1)
 
 
 class JoinedArrays:
@@ -192,16 +194,16 @@ class JoinedArrays:
         self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
 
     def at(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return element `index` of array `number`, each [B]."""
+        """Return element `index` of array `number`; all are [B]."""
         return self.array.take(self._index(number, index))
 
     def spans(self, number: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return indices into `.array` of spans of at least one element, whose bounds are checked; int64 [B]."""
+        """Check the bounds of spans of at least one element; return the starts as indices into `.array`, int64 [B]."""
         self._index(number, start + length - 1)
         return self._index(number, start)
 
     def ranges(self, number: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Like `spans`, but spans may be empty, at any offset."""
+        """Like `spans`, but spans may also be empty, at any offset."""
         if (start + length > self._lengths[number]).any() or start.min(initial=0) < 0:
             raise IndexError(_DAMAGED)
         return self._starts[number] + start

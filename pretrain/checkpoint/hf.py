@@ -28,7 +28,7 @@ from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, config_of
 from pretrain.corpus.released import kind_of
 from pretrain.corpus.vocabulary import vocabulary_size
-from pretrain.objectives import objective_metrics, objective_of
+from pretrain.objectives import make_objective, objective_metrics
 from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def export_run(
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Use one such as runs/bert-mini.")
     config = config_of(run_dir)
-    objective_of(config)  # raises if its module is missing
+    make_objective(config)  # raises if its module is missing
     path = store.choose(run_dir / "checkpoints", checkpoint)
     trained = store.read_state(path)
     corpus = corpus_of(run_dir, config.corpus, trained.get("tokenizer", ""))
@@ -134,7 +134,7 @@ def export_run(
         _check_alike(path, trained, theirs, store.read_state(theirs))
         for name, weights in store.read_weights(theirs, averaged=averaged).items():
             state[name].lerp_(weights, 1 / number)
-    start, objective, unsupported = _released_start(run_dir), objective_of(exported), ""
+    start, objective, unsupported = _released_start(run_dir), make_objective(exported), ""
     average = trained["averaged"] if averaged else 0
     names = [other.name for other in others]
     card = functools.partial(_model_card, config, run_dir, step, averaged=average, others=names)
@@ -181,8 +181,8 @@ def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill_mask_export(run_dir: Path, config: PretrainConfig) -> Path:
-    """Return the folder of the export, in a run's folder, whose model predicts masked tokens."""
-    suffix = next((part.suffix for part in objective_of(config).exported if not part.usage), "")
+    """Return the export in a run's folder whose model predicts masked tokens."""
+    suffix = next((part.suffix for part in make_objective(config).exported if not part.usage), "")
     return run_dir / f"export{suffix}"
 
 

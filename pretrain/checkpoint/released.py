@@ -22,7 +22,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
 from pretrain.common.thread_waits import one_thread
 from pretrain.config import ModelConfig, config_of
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.storage.runs import fetched_model
 
 __all__ = ["Released", "read_released", "read_shape", "unsupported_in_transformers"]
@@ -94,7 +94,7 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
 
 def _read_run(folder: Path) -> Released:
     checkpoint = store.choose(folder / "checkpoints", None)
-    exported = objective_of(config_of(folder)).exported[-1]
+    exported = make_objective(config_of(folder)).exported[-1]
     state = exported.weights(store.read_weights(checkpoint))
     # Parameters that fine-tuning adds get BERT's initialization, as for an export, which does not record any other.
     model, state = with_position_table(exported.shape.model_copy(update={"attention_init": "normal"}), state)

@@ -1,6 +1,6 @@
-"""Pretraining objectives: one module for each, with its class as `OBJECTIVE`, selected by the config.
+"""Pretraining objectives: one module for each, selected by the config, with its class as `OBJECTIVE`.
 
-To add an objective, add its module and its line in the registry.
+To add one to this package, add a module and its line in `REGISTRY`; docs/extend/add-an-objective.md adds one outside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import Objective
 
-__all__ = ["REGISTRY", "MaskedTokens", "Objective", "objective_metrics", "objective_of"]
+__all__ = ["REGISTRY", "MaskedTokens", "Objective", "make_objective", "objective_metrics"]
 
 REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
     f"{__name__}.distillation": lambda config: config.distillation.teacher,
@@ -23,27 +23,29 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
 }
 """Module -> function that returns whether a config selects it. Modules are imported on use, since they need torch."""
 
-KIND = Contract("OBJECTIVE", Objective)
-_custom: dict[str, type[Objective]] = {}  # custom objectives used so far, for `objective_metrics`
+KIND = Contract("OBJECTIVE", Objective)  # what `load_kind` requires of a custom module
+_custom: dict[str, type[Objective]] = {}  # custom objectives used so far, by module, for `objective_metrics`
 
 
-def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> Objective:
-    """Return the objective that a config selects, by default masked tokens; arguments as for `Objective`.
+def make_objective(
+    config: PretrainConfig, vocabulary_size: int = 0, frozen_config: ModelConfig | None = None
+) -> Objective:
+    """Create the objective that a config selects, by default masked tokens; `Objective` documents the arguments.
 
-    Raises `InputError` if it is a custom module that is missing or was not imported on request.
+    Raises `InputError` if the config names a custom module that is missing or whose import was not allowed.
     """
     if config.objective:
         _custom[config.objective] = load_kind(__name__, config.objective).OBJECTIVE
-        return _custom[config.objective](config, vocabulary, frozen)
+        return _custom[config.objective](config, vocabulary_size, frozen_config)
     selected = next((_load(module) for module, selects in REGISTRY.items() if selects(config)), MaskedTokens)
-    return selected(config, vocabulary, frozen)
+    return selected(config, vocabulary_size, frozen_config)
 
 
 def objective_metrics() -> Mapping[str, Metric]:
     """Return the metrics of all objectives, by name."""
     imported = {name: module.OBJECTIVE for name, module in imported_modules().items() if hasattr(module, "OBJECTIVE")}
     classes = (MaskedTokens, *map(_load, REGISTRY), *{**imported, **_custom}.values())
-    return {name: metric for kind in classes for name, metric in kind.metrics.items()}
+    return {name: metric for objective in classes for name, metric in objective.metrics.items()}
 
 
 def _load(module: str) -> type[Objective]:

@@ -1,4 +1,4 @@
-"""Distillation: learning from a teacher's predictions and hidden states in addition to masked tokens.
+"""Distillation: learning from a teacher's predictions and hidden states, in addition to masked language modeling.
 
 Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2. Shape letters: T tokens, S sequences, K masked tokens, H
 hidden width, V vocabulary.
@@ -24,7 +24,7 @@ from pretrain.model.kernels.fused_cross_entropy import SoftTargets, soft_target_
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import FrozenModel, ReadFrozen
 
-# Model settings that may differ between a teacher and a student that starts from its layers.
+# Model settings that may differ between a teacher and a student that is initialized from its layers.
 _MAY_DIFFER = (
     "family",
     "size",
@@ -35,14 +35,14 @@ _MAY_DIFFER = (
     "init_std",
     "attention_init",
 )
-# DistilBERT's (transformers, research project distillation, README.md).
+# Values of DistilBERT (transformers, research project distillation, README.md).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
-# In these fields, 0 means the value of another field.
+# Fields whose value 0 means the value of another field.
 _DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
 class Distillation(MaskedTokens):
-    """Distillation from a teacher; `build` and `check` raise `InputError` if it does not fit the student."""
+    """Distillation; `build` and `check` raise `InputError` if the teacher does not fit the student."""
 
     setting = "distillation.teacher"
     frozen_role = "teacher"
@@ -50,15 +50,15 @@ class Distillation(MaskedTokens):
         **MaskedTokens.metrics,
         "distil_loss": Metric(
             "nats",
-            "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
-            "since the last record.",
+            "KL divergence from the teacher's predictions per masked token, at the temperature and times its square; "
+            "mean since the last record.",
             "Divergence from the teacher",
             "distil loss",
             live=True,
         ),
         "cosine_loss": Metric(
             "",
-            "1 minus the cosine of both models' last hidden states; mean of tokens.",
+            "1 minus the cosine similarity of student's and teacher's last hidden states; mean over tokens.",
             "Cosine distance from the teacher",
         ),
     }
@@ -77,7 +77,7 @@ class Distillation(MaskedTokens):
 
     def build(self, read: ReadFrozen) -> None:
         teacher = read(self.config, self.setting)
-        self.frozen = teacher.model
+        self.frozen_config = teacher.model
         self.identity = {"teacher": {"folder": teacher.folder, "fingerprint": teacher.fingerprint}}
         self.model = DistillingModel(
             self.config.model,
@@ -93,18 +93,18 @@ class Distillation(MaskedTokens):
 
     @property
     def _has_cosine_loss(self) -> bool:
-        """Return whether there is a cosine loss: the widths are equal, or the teacher cannot be read yet."""
-        return self.frozen is None or self.frozen.hidden == self.config.model.hidden
+        """Return whether there is a cosine loss: the widths are equal, or the teacher is not known yet."""
+        return self.frozen_config is None or self.frozen_config.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         self.model.teacher.to(device=device, dtype=dtype)
 
     def initial_weights(self) -> Mapping[str, Tensor]:
-        first, self._initial_weights = self._initial_weights, {}
-        return first
+        weights, self._initial_weights = self._initial_weights, {}  # frees the memory after use
+        return weights
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
+        # `predictions` already contains the weights of its two losses, both means over the masked tokens.
         return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), COSINE_WEIGHT / step.tokens
 
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
@@ -133,8 +133,8 @@ class Distillation(MaskedTokens):
         return super().model_flops(lengths, masked) + self._teacher_flops(lengths, masked)
 
     def _teacher_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return the FLOPs of the teacher's forward pass, a third of the products of forward and backward."""
-        teacher = self.frozen
+        """Return the FLOPs of the teacher's forward pass: a third of the FLOPs of a forward and backward pass."""
+        teacher = self.frozen_config
         if teacher is None:
             return 0.0
         rows = sum(lengths) if self._has_cosine_loss else masked
@@ -152,31 +152,31 @@ OBJECTIVE = Distillation
 
 
 class DistillationLosses(NamedTuple):
-    """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3).
+    """Sums over the micro-batch, fp32 scalars; `Objective` divides them by global counts (docs/invariants.md).
 
     Only `predictions`, `nsp_loss` and `cosine_loss` are differentiable.
     """
 
     predictions: Tensor  # SOFT_WEIGHT * soft_loss + MLM_WEIGHT * mlm_loss
-    mlm_loss: Tensor  # cross-entropy with the masked tokens, in nats
+    mlm_loss: Tensor  # cross-entropy of the masked tokens, in nats
     nsp_loss: Tensor
     mlm_correct: Tensor
     nsp_correct: Tensor
-    soft_loss: Tensor  # divergence from the teacher's predictions, in nats
+    soft_loss: Tensor  # KL divergence from the teacher's predictions, in nats
     cosine_loss: Tensor  # 1 - cosine of the two models' last hidden states, over all tokens
 
 
 class DistillingModel(PretrainingModel):
-    """A `PretrainingModel` with a teacher, which is not a submodule and not in checkpoints.
+    """The student, with a teacher that is neither a submodule nor part of checkpoints.
 
     Args:
-        arguments, options: of the base class, for the student.
-        teacher: a model with the same vocabulary. It is not trained, and runs without dropout.
+        arguments, options: arguments of `PretrainingModel`, for the student.
+        teacher: a model with the same vocabulary, which is not trained and runs without dropout.
     """
 
     def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
         super().__init__(*arguments, **options)
-        # A tuple hides it from torch: otherwise DeepSpeed would partition it, and `parameters` would list it.
+        # A tuple hides the teacher from torch. Otherwise DeepSpeed would partition it, and `parameters` would list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
     @property
@@ -225,7 +225,7 @@ class DistillingModel(PretrainingModel):
 
 
 def evenly_spaced_layers(student: int, teacher: int) -> tuple[int, ...]:
-    """Return the teacher's layer for each layer of the student, evenly spaced from the first to the last.
+    """Return the index of the teacher's layer for each layer of the student, evenly spaced from first to last.
 
     For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
     scripts/extract_distilbert.py).
@@ -248,8 +248,8 @@ def _build(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
 
 
 def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
-    """Return the shapes of the student's parameters, by name, with the teacher's heads."""
-    # `neighbors` reads bias values, which meta tensors lack.
+    """Return the shapes of the parameters, by name, of a student that has the teacher's heads."""
+    # attention_init `neighbors` reads bias values, which meta tensors lack.
     model = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
         student = PretrainingModel(model, len(teacher.state["embeddings.word"]), teacher.next_sentence)
@@ -262,9 +262,9 @@ def student_weights(
     """Return the initial weights of a student: the teacher's embeddings, heads and the configured layers.
 
     Args:
-        config: the run.
+        config: the config of the student's run.
         teacher: the model to start from.
-        shapes: the shapes of the student's parameters, by name. The result omits heads that the teacher lacks.
+        shapes: the shapes of the student's parameters, by name; heads that the teacher lacks are left out.
 
     Raises:
         InputError: the student's architecture or widths differ, or the teacher lacks a layer.

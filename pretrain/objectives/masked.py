@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 MLM = {
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record.", "MLM loss", "mlm loss"),
     "mlm_accuracy": Metric(
-        "fraction", "Masked tokens predicted correctly since the last record.", "MLM accuracy", "mlm", live=True
+        "fraction", "Accuracy on masked tokens since the last record.", "MLM accuracy", "mlm", live=True
     ),
 }
 PAIRS = {
     "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record.", "NSP loss"),
     "nsp_accuracy": Metric(
-        "fraction", "Sentence pairs classified correctly since the last record.", "NSP accuracy", "nsp", live=True
+        "fraction", "Accuracy on sentence pairs since the last record.", "NSP accuracy", "nsp", live=True
     ),
     "sop_loss": Metric(
-        "nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record.", "SOP loss"
+        "nats", "Cross-entropy per sentence pair, in order or swapped; mean since the last record.", "SOP loss"
     ),
     "sop_accuracy": Metric(
-        "fraction", "Pairs classified correctly since the last record.", "SOP accuracy", "sop", live=True
+        "fraction", "Accuracy on sentence pairs since the last record.", "SOP accuracy", "sop", live=True
     ),
 }
 _LEARNED = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
 
 
 class MaskedTokens(Objective):
-    """BERT's objectives."""
+    """BERT's objective: masked language modeling, and a sentence-pair classifier if configured."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {**MLM, **PAIRS}
 
@@ -46,12 +46,12 @@ class MaskedTokens(Objective):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        # As in Devlin et al., the total loss is the sum of the two mean losses.
+        # As in Devlin et al., the total loss is the sum of the two mean losses, each with weight 1.
         return Term("mlm", "masked", shown="mlm"), self.pairs
 
     @property
     def pairs(self) -> Term:
-        """The loss of the sentence-pair classifier; 0 without a classifier."""
+        """The loss of the sentence-pair classifier, which is 0 without a classifier."""
         return Term("nsp", "labeled", shown=self.config.pairs.objective if self.config.pairs.has_classifier else "")
 
     def parameters(self) -> list[tuple[str, int, str]]:

@@ -1,7 +1,4 @@
-"""The interface of pretraining objectives. Only training needs torch.
-
-Letters: V vocabulary, T tokens and K masked tokens of a micro-batch.
-"""
+"""The interface of pretraining objectives. Only training needs torch; planning does not."""
 
 from __future__ import annotations
 
@@ -25,51 +22,51 @@ if TYPE_CHECKING:
 
 
 class FrozenModel(NamedTuple):
-    """A model that a run reads and does not train, such as a teacher."""
+    """A model that a run uses but does not train, such as a teacher."""
 
-    folder: str  # where it was read
+    folder: str  # folder or address that it was read from
     model: ModelConfig
     next_sentence: bool  # whether it has a sentence-pair classifier
-    state: dict[str, Tensor]  # of `PretrainingModel`, fp32, with one embedding row per tokenizer entry
+    state: dict[str, Tensor]  # fp32 weights by `PretrainingModel`'s names; one embedding row per tokenizer entry
     fingerprint: str  # SHA-256 of `state`, as hexadecimal digits
 
 
 ReadFrozen = Callable[[PretrainConfig, str], FrozenModel]
-"""Reads the model that a setting of the config names; raises `InputError` if it does not fit the run."""
+"""Reads the model named by a setting, given the config and the setting; raises `InputError` if it does not fit."""
 
 
 class Exported(NamedTuple):
     """A model that is exported from a run, and the text of its card."""
 
     shape: ModelConfig
-    learned: str  # continues "pretrained with"
+    learned: str  # what it was trained with; completes the phrase "pretrained with"
     weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # selects its parameters from a checkpoint's
-    suffix: str = ""  # of its folder's name
-    layout: str = ""  # family of its released layout, if it differs from the model's
+    suffix: str = ""  # suffix of its folder's name
+    layout: str = ""  # model family whose released layout it gets, if not the config's
     head: str = ""  # suffix of its class in transformers, if the sentence-pair classifier does not determine it
-    usage: str = ""  # text for the card, if the model does not fill masks
+    usage: str = ""  # usage text for the card, for a model that does not fill masks
 
 
 class Term(NamedTuple):
-    """A loss: the model's output `NAME_loss`, a sum, divided by a count. The output also has `NAME_correct`."""
+    """A loss: the sum `NAME_loss` in the model's output, divided by a count. The output also has `NAME_correct`."""
 
     name: str
-    count: str  # field of `StepBatch`: masked, labeled or tokens; over all ranks and micro-batches
-    weight: float = 1.0  # in the total loss
+    count: str  # field of `StepBatch` with the count: masked, labeled or tokens
+    weight: float = 1.0  # weight of the mean loss in the total loss
     shown: str = ""  # SHOWN_loss and SHOWN_accuracy are recorded; "" records neither
 
 
 class Objective(ABC):
-    """A model that computes sums of losses, and their means (invariant 3).
+    """A model and its losses: sums over micro-batches, divided by global counts (invariant 3 in docs/invariants.md).
 
     `model` exists after `build`. Its forward pass takes a `MicroBatch` and returns the `output` that the training
-    methods take. In the methods of planning, `lengths` are the tokens of each sequence, and `masked` the number of
-    tokens to predict. All FLOPs are of matrix products, forward and backward.
+    methods take. In the planning methods, `lengths` are the tokens of each sequence, and `masked` is the number of
+    tokens to predict. FLOPs count the matrix products of the forward and backward pass.
 
     Args:
         config: the run's config.
-        vocabulary: V; required for training and planning.
-        frozen: the frozen model's config, if the run has one; `build` also sets it.
+        vocabulary_size: required for training and planning.
+        frozen_config: config of the frozen model, if the run has one; `build` also sets it.
     """
 
     setting: ClassVar[str] = ""  # config setting that selects the objective
@@ -77,10 +74,12 @@ class Objective(ABC):
     frozen_role: ClassVar[str] = ""  # role of the frozen model, if there is one; its path is then in `setting`
     model: nn.Module
 
-    def __init__(self, config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> None:
-        self.config, self.vocabulary, self.frozen = config, vocabulary, frozen
+    def __init__(
+        self, config: PretrainConfig, vocabulary_size: int = 0, frozen_config: ModelConfig | None = None
+    ) -> None:
+        self.config, self.vocabulary, self.frozen_config = config, vocabulary_size, frozen_config
         self.shapes = [config.model]  # configs of the trained models; the first is the run's
-        self.identity: dict[str, Any] = {}  # stored in each checkpoint: folder and fingerprint, by role
+        self.identity: dict[str, Any] = {}  # frozen models' folders and fingerprints by role, stored in checkpoints
 
     # ---- the start of a run
 
@@ -90,16 +89,16 @@ class Objective(ABC):
 
     @abstractmethod
     def build(self, read: ReadFrozen) -> None:
-        """Create `model`. Raises `InputError` as `check`."""
+        """Create `model`. Raises `InputError` as `check` does."""
 
     @property
     def forward_options(self) -> dict[str, bool]:
-        """Arguments for a model's constructor, from the `engine` section."""
+        """Arguments from the config's `engine` section for a model's constructor."""
         engine = self.config.engine
         return {"compile": engine.compiled, "activation_checkpointing": engine.activation_checkpointing}
 
     def check_resumed(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Raise `InputError` if the checkpoint with this state belongs to a run with other inputs."""
+        """Raise `InputError` if the checkpoint with this `state` belongs to a run with another frozen model."""
         for role, current in self.identity.items():
             saved = state.get(role)
             if saved is None or saved["fingerprint"] != current["fingerprint"]:
@@ -134,7 +133,7 @@ class Objective(ABC):
         return functools.reduce(operator.add, parts)
 
     def totals(self, output: Any) -> Tensor:
-        """Return fp32 [n], the sums of one micro-batch."""
+        """Return the sums of one micro-batch, fp32 [n]: all losses, then all numbers of correct predictions."""
         import torch
 
         return torch.stack(
@@ -142,11 +141,11 @@ class Objective(ABC):
         )
 
     def counts(self, step: StepBatch) -> tuple[float, ...]:
-        """Return the global counts of one step, by which totals are divided."""
+        """Return the global counts of one step that the totals are divided by, one per term."""
         return tuple(getattr(step, term.count) for term in self.terms)
 
     def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """Return `loss` and `metrics`, by name."""
+        """Return the values of `loss` and of the recorded `metrics`, by name."""
         terms, counts = self.terms, [max(count, 1) for count in counts]
         losses, correct = totals[: len(terms)], totals[len(terms) :]
         total = sum(term.weight * loss / count for term, loss, count in zip(terms, losses, counts, strict=True))
@@ -160,7 +159,7 @@ class Objective(ABC):
 
     @abstractmethod
     def parameters(self) -> list[tuple[str, int, str]]:
-        """Return (name, trained parameters, note) for each of `shapes`; shared parameters count only in the first."""
+        """Return (name, trained parameters, note) for each of `shapes`; shared parameters count only for the first."""
 
     @property
     def trained(self) -> int:
@@ -169,18 +168,18 @@ class Objective(ABC):
 
     @abstractmethod
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return FLOPs as `cost.flops`: without padding and recomputation, with the whole last layer."""
+        """Return FLOPs as `cost.flops` does: without padding and recomputation, with the whole last layer."""
 
     @abstractmethod
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return the FLOPs that MFU counts: `useful_flops` without the rows that the last layers skip."""
+        """Return the FLOPs that MFU counts: `useful_flops` without the positions that the last layers skip."""
 
     @abstractmethod
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
         """Return the number of query positions in the last layer of each of `shapes`."""
 
     def executed_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return the executed FLOPs: `model_flops` and the backward pass's recomputation; without the optimizer."""
+        """Return the executed FLOPs: `model_flops` plus recomputation in the backward pass; without the optimizer."""
         rows = self.last_rows(sum(lengths), len(lengths), masked)
         recomputed = sum(
             cost.recomputed_flops(model, lengths, last, checkpointing=self.config.engine.activation_checkpointing)

@@ -1,10 +1,10 @@
-"""Replaced-token detection: a discriminator detects which tokens a small generator has replaced.
+"""Replaced-token detection (ELECTRA): a discriminator detects which tokens a small generator has replaced.
 
 Clark et al. 2020, "ELECTRA", section 2. The discriminator is the run's encoder; the generator, a masked language model,
 is a second model. Both share the embeddings, or the discriminator adds differences to the generator's (He et al. 2021,
 DeBERTaV3, section 3.2).
 
-Shape letters: T tokens, K masked tokens, C a chunk of them, H hidden width, E width of the embeddings, V vocabulary.
+Shape letters: T tokens, K masked tokens, C masked tokens of a chunk, H hidden width, E embedding width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from pretrain.model.parameters import Parameter, embedding_parameters, linear_pa
 from pretrain.objectives.masked import MLM
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
-# Logits of a chunk, whose cumulative sums for sampling take 32 MiB in fp64.
+# Maximum logits of a chunk; their cumulative sums, for sampling, take 32 MiB in fp64.
 CHUNK_LOGITS = 1 << 22
-# Keys that make a token's random numbers for the generator's dropout and for sampling independent of the
-# discriminator's dropout.
-_GENERATOR, _SAMPLE = 0x1B873593, 0x52DCE729
+# XORed with token keys, so that the generator's dropout, sampling and the discriminator's dropout are independent.
+_GENERATOR_SALT, _SAMPLING_SALT = 0x1B873593, 0x52DCE729
 
-_GENERATOR_PREFIX = "generator."  # of parameters in a checkpoint
-_TABLES = ("embeddings.word", "embeddings.position")
+_GENERATOR_PREFIX = "generator."  # prefix of the generator's parameters in a checkpoint
+_TABLES = ("embeddings.word", "embeddings.position")  # tables that the discriminator may store as differences
 
 
 class ReplacedTokens(Objective):
-    """ELECTRA's objective."""
+    """ELECTRA's objective: masked language modeling by the generator, and replaced-token detection."""
 
     setting = "electra"
     metrics: ClassVar[Mapping[str, Metric]] = {
@@ -50,12 +49,14 @@ class ReplacedTokens(Objective):
             "nats", "Binary cross-entropy of the discriminator per token; mean since the last record.", "RTD loss"
         ),
         "rtd_accuracy": Metric(
-            "fraction", "Tokens classified correctly since the last record.", "RTD accuracy", "rtd", live=True
+            "fraction", "Accuracy on all tokens since the last record.", "RTD accuracy", "rtd", live=True
         ),
     }
 
-    def __init__(self, config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> None:
-        super().__init__(config, vocabulary, frozen)
+    def __init__(
+        self, config: PretrainConfig, vocabulary_size: int = 0, frozen_config: ModelConfig | None = None
+    ) -> None:
+        super().__init__(config, vocabulary_size, frozen_config)
         self.settings = config.electra
         self.generator = config.electra.generator(config.model)
         self.shapes = [config.model, self.generator]
@@ -65,32 +66,33 @@ class ReplacedTokens(Objective):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        # The generator's loss is a mean over the masked tokens, the discriminator's over all.
+        # The generator's loss is a mean over the masked tokens, the discriminator's over all tokens.
         rtd = self.settings.rtd_weight
         return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes
-        main = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + total(discriminator_parameters(model))
-        others = cost.parameter_count(generator, self.vocabulary, False).total
+        head = total(discriminator_parameters(model))
+        discriminator = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + head
+        generator_only = cost.parameter_count(generator, self.vocabulary, False).total
         if self.settings.embeddings == "shared":
             tables = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
-            others -= total(tables)
+            generator_only -= total(tables)
         return [
-            ("model", main, "; the discriminator, which fine-tuning uses"),
-            ("generator", others, "; without shared parameters"),
+            ("model", discriminator, "; the discriminator, which fine-tuning uses"),
+            ("generator", generator_only, "; without shared parameters"),
         ]
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Count every row for the discriminator, and only the masked rows for the generator.
+        """Count all tokens in the discriminator's last layer, and only the masked tokens in the generator's.
 
-        The logits for sampling are counted a second time, without a backward pass.
+        Sampling computes the generator's logits a second time, without a backward pass.
         """
         model, generator = self.shapes
-        discriminator = cost.FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
-        heads = discriminator + cost.head_flops(generator, self.vocabulary, masked)
-        scores = cost.FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * self.vocabulary * masked
-        return cost.layers_flops(model, lengths) + cost.encoder_flops(generator, lengths, masked) + heads + scores
+        discriminator_head = cost.FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
+        heads = discriminator_head + cost.head_flops(generator, self.vocabulary, masked)
+        sampling = cost.FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * self.vocabulary * masked
+        return cost.layers_flops(model, lengths) + cost.encoder_flops(generator, lengths, masked) + heads + sampling
 
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
         return self.useful_flops(lengths, masked)
@@ -127,22 +129,22 @@ OBJECTIVE = ReplacedTokens
 
 
 class ElectraLosses(NamedTuple):
-    """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3)."""
+    """Sums over the micro-batch, fp32 scalars; `Objective` divides them by global counts (docs/invariants.md)."""
 
     mlm_loss: Tensor  # the generator's cross-entropy at the masked tokens, in nats
     rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
-    mlm_correct: Tensor
-    rtd_correct: Tensor  # tokens classified correctly as original or replaced
+    mlm_correct: Tensor  # number of masked tokens that the generator predicted correctly
+    rtd_correct: Tensor  # number of tokens classified correctly as original or replaced
 
 
 class ElectraModel(Encoder):
-    """The discriminator, with the generator as a submodule; arguments as for `Encoder`, and `settings`."""
+    """The discriminator, with the generator as a submodule; takes `Encoder`'s arguments and the `electra` settings."""
 
     def __init__(self, shape: ModelConfig, vocabulary_size: int, *, settings: ElectraConfig, **options: bool) -> None:
         super().__init__(shape, vocabulary_size, **options)
         self.settings = settings
         self.generator = PretrainingModel(settings.generator(shape), vocabulary_size, False, **options)
-        # Keeps parameters in the order of the forward pass, on which the engine's buckets rely.
+        # Keep the parameters in the order of the forward pass, on which the engine's buckets rely.
         self.layers = self._modules.pop("layers")
         self.heads = DiscriminatorHeads(shape)
         if settings.embeddings == "disentangled":
@@ -154,25 +156,25 @@ class ElectraModel(Encoder):
         """Return losses and correct predictions of one micro-batch."""
         rows_K, labels_K = batch.masked_rows, batch.masked_labels
         generator, keys_T = self.generator, batch.token_keys
-        hidden_KH = generator.encode(Tokens.of(batch, batch.input_ids, keys_T ^ _GENERATOR), rows_K)
+        hidden_KH = generator.encode(Tokens.of(batch, batch.input_ids, keys_T ^ _GENERATOR_SALT), rows_K)
         transformed_KE = generator.heads.transform(hidden_KH, generator.fused)
         decoder_VE, bias_V = generator._decoder(), generator.heads.decoder_bias
         mlm_loss, mlm_correct = vocabulary_losses(transformed_KE, decoder_VE, bias_V, labels_K, generator.fused)
         sampled_K = sample_tokens(transformed_KE, decoder_VE, bias_V, keys_T[rows_K])
-        logits_T = self.scores(Tokens.of(batch, batch.input_ids.index_copy(0, rows_K, sampled_K), keys_T))
-        # A sample that is the original token counts as original.
+        logits_T = self.detection_logits(Tokens.of(batch, batch.input_ids.index_copy(0, rows_K, sampled_K), keys_T))
+        # If the generator samples the original token, the token counts as original.
         replaced_T = torch.zeros_like(logits_T).index_copy_(0, rows_K, (sampled_K != labels_K).float())
         rtd_loss = F.binary_cross_entropy_with_logits(logits_T, replaced_T, reduction="sum")
         rtd_correct = ((logits_T > 0) == (replaced_T > 0)).sum().float()
         return ElectraLosses(mlm_loss, rtd_loss, mlm_correct, rtd_correct)
 
-    def scores(self, tokens: Tokens) -> Tensor:
-        """Return fp32 [T], the logits that each token was replaced."""
+    def detection_logits(self, tokens: Tokens) -> Tensor:
+        """Return fp32 [T], the logit of each token for having been replaced."""
         return self.heads(self.encode(tokens))
 
 
 class DiscriminatorHeads(nn.Module):
-    """A dense layer, the activation and one score per token (google-research/electra, _get_discriminator_output)."""
+    """A dense layer, the activation and one logit per token (google-research/electra, _get_discriminator_output)."""
 
     rtd_dense_weight: nn.Parameter  # [H, H]
     rtd_dense_bias: nn.Parameter
@@ -185,7 +187,7 @@ class DiscriminatorHeads(nn.Module):
         create_parameters(self, discriminator_parameters(shape), shape.init_std)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """Return fp32 [T], the logits."""
+        """Map hidden states [T, H] to logits, fp32 [T]."""
         inner_TH = self.functions.activation(F.linear(hidden_TH, self.rtd_dense_weight, self.rtd_dense_bias))
         return F.linear(inner_TH, self.rtd_out_weight, self.rtd_out_bias)[:, 0].float()
 
@@ -196,14 +198,14 @@ def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 class DisentangledEmbeddings(Embeddings):
-    """Embeddings whose tables of words and positions are differences from another model's (DeBERTaV3, section 3.2).
+    """Embeddings that store words and positions as differences from another model's (DeBERTaV3, section 3.2).
 
-    They start at 0. The other model's tables get no gradient from this model, so the two objectives do not conflict.
-    Segment embeddings and the norm are not shared.
+    The differences start at 0. The other model's tables get no gradient from this model, so the two objectives do not
+    conflict. Segment embeddings and the norm are not shared.
 
     Args:
-        shape, vocabulary_size, compile: as for `Embeddings`.
-        base: the other model's embeddings, of the same width.
+        shape, vocabulary_size, compile: arguments of `Embeddings`.
+        base: the other model's embeddings, which have the same width.
     """
 
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool, base: Embeddings) -> None:
@@ -221,7 +223,7 @@ class DisentangledEmbeddings(Embeddings):
 
 
 def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
-    """Let `other` use the tables and the norm of `owner`, of the same width; projections are not shared."""
+    """Let `other` use the tables and the norm of `owner`, which has the same width; projections are not shared."""
     for name, parameter in owner.named_parameters():
         if not name.startswith("project_"):
             other.register_parameter(name, parameter)
@@ -229,26 +231,26 @@ def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
 
 @torch.no_grad()
 def sample_tokens(hidden_KE: Tensor, decoder_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor) -> Tensor:
-    """Sample tokens from the softmax of the logits, as a function of logits and keys only (invariant 1).
+    """Sample tokens from the softmax of the logits; samples depend only on logits and keys (invariant 1).
 
     Args:
         hidden_KE: the decoder's input.
-        decoder_VE, bias_V: the decoder.
-        keys_K: int32; each token's random number is a hash of its key.
+        decoder_VE, bias_V: the decoder's weight and bias.
+        keys_K: token keys, int32; each token's random number is a hash of its key.
 
     Returns:
-        int64 [K].
+        Token ids, int64 [K].
     """
-    bits_K = hash_bits(keys_K ^ _SAMPLE).long() & 0xFFFFFFFF
+    bits_K = hash_bits(keys_K ^ _SAMPLING_SALT).long() & 0xFFFFFFFF
     uniform_K = (bits_K.double() + 0.5) / (1 << 32)
-    rows = max(1, CHUNK_LOGITS // len(decoder_VE))
+    chunk = max(1, CHUNK_LOGITS // len(decoder_VE))
     samples = [keys_K.new_empty(0, dtype=torch.int64)]
-    for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
-        scores_CV = torch.mm(hidden_CE, decoder_VE.T, out=empty_scores(len(hidden_CE), decoder_VE)).float()
+    for hidden_CE, uniform_C in zip(hidden_KE.split(chunk), uniform_K.split(chunk), strict=True):
+        logits_CV = torch.mm(hidden_CE, decoder_VE.T, out=empty_scores(len(hidden_CE), decoder_VE)).float()
         if bias_V is not None:
-            scores_CV = scores_CV + bias_V.float()
-        # Inverse transform sampling needs one random number per token; Gumbel noise would need V.
-        sums_CV = scores_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
+            logits_CV = logits_CV + bias_V.float()
+        # Inverse transform sampling needs one random number per token; Gumbel noise would need V numbers.
+        sums_CV = logits_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
         sampled_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
         samples.append(sampled_C1[:, 0].clamp_(max=len(decoder_VE) - 1))
     return torch.cat(samples)
@@ -258,7 +260,7 @@ def sample_tokens(hidden_KE: Tensor, decoder_VE: Tensor, bias_V: Tensor | None, 
 
 
 def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the discriminator, with complete embeddings."""
+    """Return the weights of the discriminator; stored differences are added to the generator's embeddings."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_PREFIX)}
     for name in _TABLES:
         base = state.get(_GENERATOR_PREFIX + name)
@@ -268,7 +270,7 @@ def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the generator as a `pretrain.model.heads.PretrainingModel`, shared embeddings included."""
+    """Return the weights of the generator, including shared embeddings, by `PretrainingModel`'s names."""
     weights = {
         name.removeprefix(_GENERATOR_PREFIX): tensor
         for name, tensor in state.items()

@@ -1,4 +1,4 @@
-"""The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
+"""The dry run: parameters, memory per worker for each ZeRO stage, FLOPs and time of a run, by arithmetic alone.
 
 `pretrain/model/cost.py` has the costs of an architecture; this module adds them up for a run. It needs torch only to
 measure this machine.
@@ -23,17 +23,17 @@ from pretrain.corpus.blocks import ARRAYS, BLOCK_TOKENS
 from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported_feature
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.recording import choose_graphs, with_graphs
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_flops, phase_work, vocabulary_size
 
-# Assumed MFU of this machine: our step on CPU reaches half of the measured matmul peak. By this definition NVIDIA's
-# BERT-Large on 8 A100 has 0.44 at length 128 (DeepLearningExamples README).
+# Assumed MFU (share of the peak FLOP/s) of this machine: our step on a CPU reaches half of the measured matmul peak.
+# NVIDIA's BERT-Large on 8 A100 reaches 0.44 at length 128 (DeepLearningExamples README).
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
-_DOLLARS_PER_REQUEST = 0.0004 / 1000  # GET of S3 Standard in us-east-1, 2026
+_DOLLARS_PER_REQUEST = 0.0004 / 1000  # price of a GET request to S3 Standard in us-east-1, 2026
 
 
 def dry_run(
@@ -49,10 +49,10 @@ def dry_run(
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
-        mean_length: mean tokens per sequence, for every phase; by default `measured`.
-        measured: the mean of each phase on the prepared corpus; if empty, `ASSUMED_FILL` of the length is assumed.
+        mean_length: mean tokens per sequence in every phase; by default the values of `measured`.
+        measured: mean tokens per sequence of each phase on the prepared corpus; if empty, they are assumed.
         readings: lines that describe how often an epoch reads a token.
-        show_config: add the resolved config.
+        show_config: whether to add the resolved config.
 
     Raises:
         InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not positive, the
@@ -72,9 +72,9 @@ def dry_run(
     if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
         graphs = "\n  engine.cuda_graphs: auto; chosen by the GPUs when the run starts"
     if cluster and device == "cuda":
-        on_graphs, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
-        config = with_graphs(config, on_graphs)
-        graphs = f"\n  engine.cuda_graphs: {'on' if on_graphs else 'off'}; {reason}"
+        records, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
+        config = with_graphs(config, records)
+        graphs = f"\n  engine.cuda_graphs: {'on' if records else 'off'}; {reason}"
     pairs, frozen = zip(config.phases, lengths, strict=True), frozen_shape(config)
     work = [phase_work(config, phase, size, length, frozen) for phase, length in pairs]
     parts = [
@@ -109,12 +109,12 @@ class Cluster:
     name: str
     workers: int
     device: Device
-    peak_flops: float  # of all workers together, FLOP/s
-    gpu: Gpu | None = None  # None for this machine
+    peak_flops: float  # peak FLOP/s of all workers together
+    gpu: Gpu | None = None  # kind of its GPUs; None for this machine
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
-    """Parse `8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
+    """Parse a cluster: `8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
 
     Raises `InputError` if the cluster is unknown or the run cannot compute there.
     """
@@ -141,7 +141,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
 
 
 def measure_peak(precision: Precision) -> tuple[Device, float]:
-    """Measure (device, FLOP/s) of matrix products on all cores, or on one GPU."""
+    """Return (device, measured FLOP/s of matrix products), on one GPU or on all cores."""
     import torch
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +151,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _used_devices(config: PretrainConfig) -> int:
-    """Return the number of this machine's GPUs that the run uses, one per worker; 1 for CPUs, shared by all workers."""
+    """Return the number of this machine's GPUs that the run uses, one per worker; 1 on a CPU, which workers share."""
     import torch
 
     return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
@@ -161,23 +161,23 @@ def _used_devices(config: PretrainConfig) -> int:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    objective, model = objective_of(config, size), config.model
-    trained, whole = objective.parameters(), objective.trained
+    objective, model = make_objective(config, size), config.model
+    trained, trained_total = objective.parameters(), objective.trained
     if len(trained) > 1:
         rows = [
             *(
                 (name, count, _shape(shape) + note)
                 for (name, count, note), shape in zip(trained, objective.shapes, strict=True)
             ),
-            ("total", whole, "trained"),
+            ("total", trained_total, "trained"),
         ]
     else:
         count = cost.parameter_count(model, size, config.pairs.has_classifier)
         rows = [
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
-            ("heads", whole - count.embeddings - count.layers, ""),
-            ("total", whole, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
+            ("heads", trained_total - count.embeddings - count.layers, ""),
+            ("total", trained_total, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
         ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}".rstrip() for label, number, note in rows)
 
@@ -215,13 +215,13 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
 
 
 def _mean_note(config: PretrainConfig, mean_length: float | None, measured: Sequence[float]) -> str:
-    """Describe where the mean lengths come from."""
+    """Return a phrase that says where the mean lengths come from."""
     if mean_length:
         return "as given"
     if measured:
         return f"measured on {config.corpus.dir}"
     is_prepared = prepared_manifest(config.corpus) is not None
-    advice = "measured on machines with its text" if is_prepared else "`prepare` the corpus to measure it"
+    advice = "it is measured on machines that have the text" if is_prepared else "`prepare` the corpus to measure it"
     return f"assumed, {ASSUMED_FILL:g} of the length; {advice}"
 
 
@@ -242,13 +242,13 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         "executed": with_total("executed", ".3g"),
     }
     lines = [*_by_phase("", rows, len(work), "total")]
-    lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
+    lines.append("  FLOP: useful FLOP, without padding; MLM head only at masked tokens")
     lines.append(f"  mean: tokens per sequence, {mean_note}")
     lines.append(
-        "  executed: without the rows that the last layer skips, with the recomputation in the backward pass"
+        "  executed: FLOP without the positions that the last layer skips, plus recomputation in the backward pass"
         + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
     )
-    objective = objective_of(config)
+    objective = make_objective(config)
     if role := objective.frozen_role:
         counted = f"both count the {role}'s forward pass"
         note = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
@@ -256,7 +256,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     if config.optimizer.name == "muon":
         flops = optimizer_flops(config)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
-        lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
+        lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of the useful FLOP, by phase")
     if timescale := config.optimizer.decay_timescale:
         steps = f"{timescale * config.total_steps:,.0f}"
         last = config.weight_decay(len(config.phases) - 1)
@@ -265,7 +265,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
 
 
 def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
-    """Yield the lines of a table with a column per phase and additional `columns`; rows may lack their last cells."""
+    """Yield the lines of a table with a column per phase and additional `columns`; rows may end early."""
     table = {title: [*(f"phase {number}" for number in range(phases)), *columns], **rows}
     first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
@@ -276,7 +276,7 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
     if cluster is None:
         return "  name a cluster with --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
-        objective = objective_of(config, size, frozen_shape(config))
+        objective = make_objective(config, size, frozen_shape(config))
         times = [
             step_times(objective, phase, w, cluster.gpu, cluster.workers)
             for phase, w in zip(config.phases, work, strict=True)
@@ -303,17 +303,17 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     rows["limited by"] = [step.limited_by for step in times]
     rows["expected"] = [f"{1e3 * step.expected:.2f}" for step in times]
     pairs = [(w, w.steps * step.limit) for w, step in zip(work, times, strict=True)]
-    rows["sequences/s, at most"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
-    rows["tokens/s, at most"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
-    rows["MFU, at most"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
+    rows["maximum sequences/s"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
+    rows["maximum tokens/s"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
+    rows["maximum MFU"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
     minimum = sum(seconds for _, seconds in pairs)
     expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
-        *_by_phase("ms of a step, at least", rows, len(work)),
-        f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} as expected: "
-        f"kernels at the share of their limit that public trainers reached, {REACHED:.2f}",
-        "  products, attention and memory run one after another on the GPU; the rest overlaps with them, except the "
-        "network with CUDA graphs",
+        *_by_phase("minimum ms per step", rows, len(work)),
+        f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} expected, "
+        f"with kernels at {REACHED:.2f} of their limit, as in published training runs",
+        "  products, attention and memory run one after another on the GPU; host and loader overlap with them, as does "
+        "the network without CUDA graphs",
     ]
     return "\n".join(lines)
 
@@ -325,7 +325,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
         try:
             return preparation_lines(describe(config))
-        except InputError as error:  # the run can be estimated before its text exists
+        except InputError as error:  # the estimate may come before the text exists
             return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
     lines = []
     for split in ("train", "validation"):
@@ -340,17 +340,17 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
-    """Describe the cost of reading a corpus from its address."""
+    """Describe the cost of streaming a corpus from its object store."""
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in ARRAYS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
     open_blocks = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
     minimum, requests = min(blocks, 2 * open_blocks) * size / max(1, blocks), len(ARRAYS) * blocks
     return (
-        f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
-        f"needs {minimum / 1e9:,.3g} GB at least, less if machines divide the text"
+        f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}; a machine caches {cache / 1e9:,.3g} GB and "
+        f"needs at least {minimum / 1e9:,.3g} GB, less if machines divide the text"
         f"{': more than corpus.cache' if minimum > cache else ''}. "
-        f"A pass takes {requests:,} requests, ${requests * _DOLLARS_PER_REQUEST:,.2f} at S3's price without transfer"
+        f"An epoch takes {requests:,} requests, ${requests * _DOLLARS_PER_REQUEST:,.2f} at S3's prices without transfer"
     )
 
 

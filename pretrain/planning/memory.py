@@ -1,11 +1,11 @@
-"""Peak memory of a worker by ZeRO stage, by arithmetic alone."""
+"""Computes the peak memory of a worker for each ZeRO stage, by arithmetic alone."""
 
 from typing import Literal
 
 from pretrain.config import PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import total
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.work import frozen_shape, vocabulary_size
 
 Device = Literal["cpu", "cuda"]
@@ -14,8 +14,8 @@ Device = Literal["cpu", "cuda"]
 # (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are in training/engine/buckets.py, and the
 # number that are sent simultaneously in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-BUCKET, MAX_IN_FLIGHT = 10_000_000, 8
-# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
+BUCKET, MAX_IN_FLIGHT = 10_000_000, 8  # entries of a bucket; buckets
+# ZeRO 3 keeps gathered weights until there are this many (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
@@ -29,18 +29,18 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     activations are freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed
     memory and cannot always reuse it, so there both are added.
 
-    weights       compute copy: whole, or a shard and the gathered weights (ZeRO 3)
+    weights       the weights that the model computes with: all of them, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
-    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
-    activations   saved for the backward pass of one micro-batch, and the working space of one layer
-    logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
-    (its role)    a frozen model: its weights, and the working space of its forward pass, if it can be read
+    gradients     sums from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
+    activations   tensors saved for the backward pass of one micro-batch, and the working space of one layer
+    logits        logits of the masked tokens and their gradient; like activations, twice with CUDA graphs
+    (a role)      the frozen model with this role: its weights, and the working space of its forward pass
     copies        gradients in communication, and DeepSpeed's copies in a step
-    checkpoint    the copy that is written in the background (CPU; with CUDA it is in host memory)
-    process       the interpreter and its libraries (CPU)
+    checkpoint    the copy that is written in the background (CPU only; with CUDA it is in host memory)
+    process       the Python interpreter and its libraries (CPU only)
     """
     size = vocabulary_size(config)
-    parameters = objective_of(config, size).trained
+    parameters = make_objective(config, size).trained
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers, device)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The latter is
@@ -50,9 +50,9 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     extra = _extra_state_bytes(config, parameters)
     states["optimizer"] += extra // (workers if stage else 1)
     if device == "cuda":
-        later = max(after_backward - during_backward, embedding)
+        later = max(after_backward - during_backward, embedding)  # reuses the memory of activations and logits
         copies = during_backward + max(0, later - activations - logits)
-        if config.engine.cuda_graphs is True:  # recordings keep their memory; other passes do not use it
+        if config.engine.cuda_graphs is True:  # recordings keep their memory, and launched passes cannot use it
             activations, logits = 2 * activations, 2 * logits
     else:
         copies = max(during_backward + embedding, after_backward)
@@ -60,7 +60,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         **states,
         "activations": activations,
         "logits": logits,
-        **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
+        **({role: _frozen_bytes(config, size, workers)} if (role := make_objective(config).frozen_role) else {}),
         "copies": copies,
         "checkpoint": (12 * parameters + extra) // workers if device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
@@ -68,26 +68,26 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 
 
 def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """Return the bytes of a frozen model, unsharded on every worker: weights and workspace of the forward pass."""
+    """Return the bytes of the frozen model, which every worker stores whole, and of its forward pass's workspace."""
     frozen = frozen_shape(config)
     if frozen is None:
         return 0
     itemsize = 4 if config.engine.precision == "fp32" else 2
     tokens = micro_batch_tokens(config, workers)
-    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_CHUNK)
+    logits = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_CHUNK)
     weights = cost.parameter_count(frozen, vocabulary, next_sentence=False).total
-    return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
+    return itemsize * (weights + logits) + cost.working_bytes(frozen, tokens, itemsize)
 
 
 def _extra_state_bytes(config: PretrainConfig, parameters: int) -> int:
-    """Return the bytes of optimizer state beyond AdamW's, over all workers; negative if less, as with Muon."""
+    """Return the bytes of optimizer state over all workers, minus AdamW's; negative for Muon, which needs less."""
     averages = 4 * parameters if any(phase.averaged_share for phase in config.phases) else 0
-    matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
+    matrices = sum(total(cost.hidden_matrices(shape)) for shape in make_objective(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
 def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dict[str, int], int, int]:
-    """Return the engine's states with DeepSpeed 0.19.8, in bytes, and the largest temporary copies.
+    """Return the memory of the engine's state with DeepSpeed 0.19.8, and of its largest temporary copies.
 
     Args:
         stage: the ZeRO stage.
@@ -96,7 +96,7 @@ def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dic
         workers: number of workers.
 
     Returns:
-        (bytes by use, copies during the backward pass, copies after it).
+        (bytes by use, bytes of copies during the backward pass, bytes of copies after it).
     """
     itemsize = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     weights = itemsize * params
@@ -107,16 +107,16 @@ def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dic
     entries = min(params, BUCKET)
     bucket = itemsize * entries
     if stage < 3:
-        # Pieces that are being sent, and this worker's part of each as it is received.
+        # Pieces that are being sent, and this worker's part of each, which is being received.
         sent = itemsize * min(params, MAX_IN_FLIGHT * BUCKET)
         in_flight = sent + sent // workers if workers > 1 else 0
         states = {"weights": weights, "optimizer": 12 * params // workers, "gradients": 4 * params}
         if stage == 1 or workers == 1:
             return states, in_flight, 0
-        # Unsharded gradients exist only in incomplete buckets: a layer's, and the bucket of all biases and norms.
+        # Unsharded gradients exist only in two incomplete buckets: a layer's, and the one of all biases and norms.
         return {**states, "gradients": 4 * params // workers}, in_flight + 2 * bucket, 0
-    # The bucket stays allocated, and scattering it in the backward pass takes two copies. The step reads its gradients
-    # from one flat copy.
+    # The bucket stays allocated, and reducing it in the backward pass takes two copies. The step reads gradients from
+    # one flat copy.
     states = {
         "weights": weights // workers + itemsize * min(params, _MAX_LIVE_PARAMETERS),
         "optimizer": 12 * params // workers,
@@ -126,7 +126,7 @@ def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dic
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Return the tokens of a worker's largest possible micro-batch: the budget, or its whole share of a batch."""
+    """Return the tokens of a worker's largest possible micro-batch: the budget, or its share of a batch if less."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
@@ -135,7 +135,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int, de
     """Return (activations, logits) in bytes of a worker's largest possible micro-batch."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
-    objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)
+    objective, longest = make_objective(config), max(phase.sequence_length for phase in config.phases)
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = sum(
         cost.activation_bytes(

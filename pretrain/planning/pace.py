@@ -1,4 +1,4 @@
-"""Fits a schedule to a time limit on this machine: times a few steps of the run, then scales its steps."""
+"""Fits a schedule to a time budget on this machine: times a few steps of the run, then scales the number of steps."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
 
-_TRAINING_SHARE = 0.95  # of the time; the remainder is for evaluations and checkpoints, 2 to 3 % in the demo
+_TRAINING_SHARE = 0.95  # share of the time for training; evaluations and checkpoints take 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # approximate length of the timed training
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
-_UNTIMED_STEPS = 2  # the first, slower steps
+_UNTIMED_STEPS = 2  # number of first, slower steps that are not timed
 _TOLERANCE = 1.1  # a schedule that exceeds the time by more than this factor is reported
-_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase, in steps
-_PERIODIC = ("checkpoint", "evaluation")  # sections with every_steps
+_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
+_PERIODIC = ("checkpoint", "evaluation")  # config sections that have every_steps
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class Pace:
     """The speed of a run on this machine."""
 
     timed_steps: int
-    seconds: float  # median of a step of the first phase
-    seconds_per_flop: float
+    seconds: float  # median duration of a step of the first phase
+    seconds_per_flop: float  # per executed FLOP
 
     def minutes(self, work: Sequence[Work]) -> float:
-        """Return the minutes of a run whose phases have this `work`, with evaluations and checkpoints."""
+        """Return the minutes that a run takes whose phases have this `work`, including evaluations and checkpoints."""
         return self.seconds_per_flop * sum(phase.executed for phase in work) / _TRAINING_SHARE / 60
 
 
 def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
-    """Return the config with steps scaled so that the run takes about `minutes` on this machine; prints the result.
+    """Return the config with steps scaled to a run of about `minutes` on this machine; print the result.
 
-    Batches and rates stay the same; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
+    Batches and learning rates stay the same; warm-up, decay, ramps, evaluations and checkpoints scale with the steps.
 
     Args:
-        lengths: mean sequence length of each phase in tokens; None uses assumed lengths.
+        lengths: mean sequence length of each phase in tokens; None assumes lengths.
 
     Raises:
-        InputError: `minutes` is not positive, or other machines or torchrun's processes would train.
+        InputError: `minutes` is not positive, or the run uses a Ray cluster or torchrun.
         MachineError: the timed run failed.
     """
     if not 0 < minutes < math.inf:
@@ -73,14 +73,14 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
 
 
 def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
-    """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as `fit`.
+    """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as in `fit`.
 
     Raises `MachineError` with the last line of the run's output if it fails.
     """
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
     first = work_of_phases(config, lengths)[0]
-    # All batches of the phase are assumed to be full: the timed run has no ramp.
+    # The timed run has no batch size ramp, so all its batches have `global_sequences`.
     flops = first.executed / first.sequences * config.phases[0].global_sequences
     estimate = flops / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
     steps = min(_MAX_TIMED_STEPS, max(_MIN_TIMED_STEPS, round(_TIMED_SECONDS / estimate)))
@@ -100,14 +100,14 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
     phases = []
     for phase in config.phases:
         steps = max(1, round(factor * phase.steps))
-        # Rounded down, so that the parts still fit into the phase.
+        # Round down, so that warm-up, decay and ramp still fit into the phase.
         parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
         if phase.decay_steps:  # 0 would mean a decay over all steps after the warm-up
             parts["decay_steps"] = max(1, parts["decay_steps"])
         min_ramp = len(phase.batch_sizes) - 1
         phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], min_ramp), "steps": max(steps, min_ramp)})
     periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC}
-    # A checkpoint that is kept at the end of a phase stays at the end.
+    # A checkpoint that is kept at the end of a phase stays at its end.
     ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
         [0, *np.cumsum([phase["steps"] for phase in phases])],
@@ -140,7 +140,7 @@ def _with_schedule(
 
 
 def time_steps(config: PretrainConfig, steps: int) -> float:
-    """Measure the seconds per step, the median of `steps` steps."""
+    """Run `steps` steps and return their median duration in seconds."""
     with unwind_on_sigterm(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
@@ -155,7 +155,7 @@ def time_steps(config: PretrainConfig, steps: int) -> float:
 
 
 def timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
-    """Return a config for `steps` steps of the first phase, with full batches."""
+    """Return a config that trains `steps` steps of the first phase, without a batch size ramp."""
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
     values.update(run_dir=str(run), phases=[phase])

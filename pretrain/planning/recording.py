@@ -1,10 +1,10 @@
-"""Resolves `engine.cuda_graphs: auto`: passes are recorded if the roofline model then expects a shorter step."""
+"""Resolves `engine.cuda_graphs: auto`: passes are recorded if the roofline model expects this to shorten a step."""
 
 import math
 from collections.abc import Sequence
 
 from pretrain.config import PretrainConfig
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning.memory import memory_bytes
 from pretrain.planning.roofline import gpu_of, step_times
 from pretrain.planning.work import phase_work
@@ -17,15 +17,15 @@ def choose_graphs(
     gpus: Sequence[str],
     memory: float = math.inf,
 ) -> tuple[bool, str]:
-    """Return (whether passes are recorded, the reason) for workers on `gpus`, after the precision is resolved.
+    """Return (whether passes are recorded, the reason). The precision must already be resolved.
 
-    `gpus` are the drivers' names, `lengths` the mean sequence length of each phase in tokens; None assumes a length.
-    `memory` is the smallest GPU's, in bytes.
+    `gpus` are the drivers' names of the workers' GPUs, `memory` the bytes of the smallest one. `lengths` are the mean
+    sequence lengths of the phases in tokens; None assumes a length.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
     unknown = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
-    precision = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
+    precision = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
     section = "engine.deepspeed is set" if config.engine.deepspeed else ""
     if obstacle := config.graph_obstacle or precision or section or "".join(unknown[:1]):
         return False, obstacle
@@ -45,9 +45,9 @@ def with_graphs(config: PretrainConfig, on: bool) -> PretrainConfig:
 def _expected_ms(
     config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
-    """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
+    """Return the expected milliseconds of an average step; if GPUs differ, all of them wait for the slowest."""
     slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
-    objective, total = objective_of(config, vocabulary), 0.0
+    objective, total = make_objective(config, vocabulary), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):
         work = phase_work(config, phase, vocabulary, length)
         total += 1e3 * phase.steps * step_times(objective, phase, work, slowest, len(gpus)).expected

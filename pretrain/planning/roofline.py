@@ -2,10 +2,10 @@
 
 Four activities overlap, and the longest is the limit:
 
-    device    matrix products, attention and the kernels between them, one after another
-    host      Python, autograd and kernel launches
-    network   gradients to their owners, and weights back; it follows recorded passes instead of overlapping with them
-    loader    one thread that prepares this rank's share of the next batch
+    device    runs matrix products, attention and the kernels between them, one after another
+    host      runs Python and autograd, and launches kernels
+    network   sends gradients to their owners, and weights back; with CUDA graphs, only after the passes
+    loader    prepares this rank's share of the next batch, in one thread
 
 Every constant has its source next to it. A test compares the model with published results.
 """
@@ -22,27 +22,26 @@ from typing import NamedTuple
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
-from pretrain.objectives import MaskedTokens, Objective, objective_of
+from pretrain.objectives import MaskedTokens, Objective, make_objective
 from pretrain.planning.work import Work, optimizer_flops
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU, in a common eight-GPU machine; rates are per GPU and direction."""
+    """A kind of GPU in a common eight-GPU machine; rates are per GPU and direction."""
 
-    peak_flops: float  # dense tensor cores at bf16 (V100: fp16), FLOP/s
-    memory: float  # bytes/s
+    peak_flops: float  # FLOP/s of dense tensor cores at bf16 (V100: fp16)
+    memory: float  # bytes/s of its memory
     link: float  # bytes/s to the GPUs of the same machine
     network: float  # bytes/s to other machines
-    # Shares of the peak that the best matrix product reaches, and attention over long sequences with heads of 64.
-    product_share: float
-    attention_share: float
+    product_share: float  # share of the peak that the best matrix product reaches
+    attention_share: float  # share of the peak that attention over long sequences reaches with a head size of 64
     capability: tuple[int, int]  # CUDA's compute capability
 
 
-# Data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs, DGX A100 200 Gb/s and DGX H100 400 Gb/s per GPU.
-# product_share: measured by mamf-finder.py (stas00/ml-engineering, compute/accelerator, August 2026); 0.8 where it has
-# no value. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
-# about 300 on H100); B200 is assumed equal to H100; on V100, which it does not support, 0.2 is a guess.
+# Rates are from data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs; DGX A100 has 200 Gb/s and DGX H100 has
+# 400 Gb/s per GPU. product_share: measured by mamf-finder.py (stas00/ml-engineering, compute/accelerator, August 2026);
+# 0.8 for GPUs that it does not list. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and
+# 7: 171 TFLOP/s on A100, about 300 on H100); B200 is assumed equal to H100; for V100, unsupported, 0.2 is a guess.
 GPUS = {
     "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2, (7, 0)),
     "A100": Gpu(312e12, 2.039e12, 300e9, 25e9, 0.869, 0.55, (8, 0)),
@@ -54,37 +53,36 @@ GPUS = {
     "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
-REACHED = 0.64  # share of the limit that published training runs reached: the median of tests/published_speeds.py
-# A product of 256 x 256 x 256 takes 5.2 us on an H100, one of 1024 x 1024 x 1024 9.1, of which 2.7 at the best rate
-# (openxla/xla, matmul_interpolator_data.h).
+REACHED = 0.64  # median share of the limit that published training runs reached (tests/published_speeds.py)
+# Overhead of a matrix product. One of 256 x 256 x 256 takes 5.2 us on an H100; one of 1024 x 1024 x 1024 takes 9.1 us,
+# of which the best rate explains 2.7 us (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6
-_MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
-# At this length, attention reaches half of its share: the tiles of flash attention are 64 to 128 rows. In Dao 2023, the
-# rate at 512 is 0.8 of the rate at 16,384.
+_MEMORY_SHARE = 0.9  # reached share of the memory rate: a copy on an H100 reaches 3.0 of 3.35 TB/s
+# Length at which attention reaches half of `attention_share`: the tiles of flash attention have 64 to 128 rows. In Dao
+# 2023, the rate at length 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
-# Numbers that kernels between the products read and write, per number that a compiled layer keeps for its backward
-# pass. Counted for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients
-# 9 H; together 43 H, and 11 H are kept.
+# Values that kernels between the products read and write, per value that a compiled layer keeps for its backward pass.
+# Counted per token for BERT's layer of width H: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H,
+# bias gradients 9 H; together 43 H, and 11 H are kept.
 _TRAFFIC = 4
-_LOGITS_TRAFFIC = 3  # the loss reads the logits, and writes and reads their gradient
-_OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes per parameter and writes 12, and 2 of the bf16 weight
-_SUM_BYTES = 10  # per entry of a bf16 gradient added to an fp32 sum
+_LOGITS_TRAFFIC = 3  # accesses to each logit: the loss reads it, and its gradient is written and read
+_OPTIMIZER_BYTES = 30  # per parameter: AdamW in fp32 reads 16 bytes and writes 12, and 2 of the bf16 weight
+_SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is added to an fp32 sum
 # The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
-# steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). Recorded passes take
-# only the latter.
+# steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). With recorded passes,
+# only the time per step remains.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
-_UNCOMPILED_SECONDS = 75 * 6e-6  # added per uncompiled layer, for 75 more kernels (733 in 4 layers, not 434)
-_FILLER = 1.02  # tokens of recorded passes, with filler, per token of the text (decision 129)
-# Kernels per round of matrices of one shape, 2^24 entries per worker: five iterations of three products, and copies
-# (tests/launches.py).
+_UNCOMPILED_SECONDS = 75 * 6e-6  # added per uncompiled layer, for 75 more kernels (733 instead of 434 in 4 layers)
+_FILLER = 1.02  # tokens of recorded passes, including filler, per token of text (docs/decisions/0129-*)
+# Kernels per round of Muon for matrices of one shape (five iterations of three products, and copies), and entries of a
+# round per worker (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
-MUON_LAUNCH_SECONDS = 20e-6  # per kernel: 14 us of Python (a Zen 4), and the launch
-# nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
-# and between machines: an assumption.
-_NETWORK_SHARE = 0.8
+MUON_LAUNCH_SECONDS = 20e-6  # per kernel: 14 us of Python (on a Zen 4), and the launch
+_NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reach (stas00/ml-engineering, network)
+# Assumed duration of a small collective, within one machine and between machines.
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# On one core of an EPYC (Zen 5): planning a step for up to 8, 64 and more ranks (`bench scale`); reading a token.
+# Measured on one core of an EPYC (Zen 5): (maximum ranks, seconds of planning a step; `bench scale`); reading a token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 
@@ -109,19 +107,19 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """The shortest time of a step."""
-        return self._of_device(self.device)
+        return self._longest_with(self.device)
 
     @property
     def expected(self) -> float:
-        """The likely time of a step: kernels reach a share of their limit (`REACHED`); other parts are as measured."""
-        return self._of_device(self.device / REACHED)
+        """The likely time of a step, if kernels reach the share `REACHED` of their limit."""
+        return self._longest_with(self.device / REACHED)
 
-    def _of_device(self, device: float) -> float:
+    def _longest_with(self, device: float) -> float:
         return max(device + self.exposed, self.host, self.network, self.loader)
 
     @property
     def limited_by(self) -> str:
-        """The part that takes the longest; of the device, its longest part."""
+        """The name of the longest part; if the device is the limit, of the longest part of its work."""
         overlapped = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
         if getattr(self, overlapped) == self.limit:
             return overlapped
@@ -133,7 +131,7 @@ class StepTimes:
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Return the entry of `GPUS` for the name that the driver reports; None for an unknown GPU."""
+    """Return the entry of `GPUS` for a name that the driver reports; None for an unknown GPU."""
     for key, gpu in GPUS.items():
         words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
         if re.search(rf"\b{words}\b", name.upper()):
@@ -145,8 +143,8 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
     """Return the parts of an average step of a phase on `workers` GPUs.
 
     Args:
-        objective: of the run; its other models are assumed to compute at the rate of the run's model.
-        work: of the phase (`pretrain.planning.work.phase_work`).
+        objective: objective of the run; its other models are assumed to compute at the rate of the run's model.
+        work: work of the phase, from `pretrain.planning.work.phase_work`.
     """
     config, vocabulary = objective.config, objective.vocabulary
     batch = CountedBatch.of(config, phase, work, workers)
@@ -166,17 +164,17 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
 
 
 def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: int) -> float:
-    """Return the bytes that a rank reads and writes in a step, except in products and attention."""
+    """Return the bytes that a rank's kernels read and write in a step, except in products and attention."""
     config = objective.config
     itemsize = 4 if config.engine.precision == "fp32" else 2
-    states = workers if config.engine.zero_stage else 1
+    shards = workers if config.engine.zero_stage else 1
     between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
-    updates = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
+    updates = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / shards)
     return _all_models_factor(objective, work) * between + updates
 
 
 def _all_models_factor(objective: Objective, work: Work) -> float:
-    """Return the FLOPs of all the objective's models, relative to masked language modeling with the run's model."""
+    """Return the FLOPs of all models of the objective, divided by the FLOPs of masked language modeling."""
     masked = MaskedTokens(objective.config, objective.vocabulary)
     executed, baseline = (x.executed_flops([work.mean_length], work.masked) for x in (objective, masked))
     return executed / baseline
@@ -188,8 +186,8 @@ class CountedBatch:
 
     micro_batches: int
     length: float  # mean tokens per sequence
-    sequences: float  # of a micro-batch
-    masked: float  # predicted tokens of a micro-batch
+    sequences: float  # sequences per micro-batch
+    masked: float  # predicted tokens per micro-batch
 
     @property
     def tokens(self) -> float:
@@ -214,11 +212,11 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatc
     recomputes = config.engine.activation_checkpointing
 
     def seconds(rows: float, outputs: int, inputs: int) -> float:
-        numbers = rows * inputs + inputs * outputs + rows * outputs
-        rates = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
-        return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
+        values = rows * inputs + inputs * outputs + rows * outputs
+        flop_rate, byte_rate = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
+        return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / flop_rate, itemsize * values / byte_rate)
 
-    # The backward pass has two products of the same size: for the gradients of the input and of the weight.
+    # The backward pass has two products of the same size, for the gradients of the input and of the weight.
     layers = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
     return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary, batch))
 
@@ -233,7 +231,7 @@ def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tupl
 
 
 def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
-    """Yield (rows, outputs, inputs) of each matrix product of the heads, the decoder's last."""
+    """Yield (rows, outputs, inputs) of each matrix product of the heads; the decoder's comes last."""
     model = config.model
     for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
         if parameter.name != "decoder":
@@ -268,8 +266,8 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, 
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """Return the host's time of a step."""
-    trained = objective_of(config).shapes
+    """Return the time that the host needs for a step."""
+    trained = make_objective(config).shapes
     layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
     layers = micro_batches * sum(model.depth for model in trained) * layer
     muon = 0.0
@@ -290,11 +288,11 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
         return 0.0
     stage = config.engine.zero_stage
     volume = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
-    several = workers > GPUS_PER_MACHINE  # machines
-    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if several else gpu.link
+    crosses_machines = workers > GPUS_PER_MACHINE  # more than one machine
+    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if crosses_machines else gpu.link
     count = volume * size / 2 / BUCKET
     transfer = volume * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
-    return transfer + count * _COLLECTIVE_SECONDS[several]
+    return transfer + count * _COLLECTIVE_SECONDS[crosses_machines]
 
 
 def _loader_seconds(batch: CountedBatch, workers: int) -> float:

@@ -1,6 +1,6 @@
-"""Statistics of a run's text: tokens per sequence and per epoch, measured on the prepared corpus.
+"""Statistics of a run's text: sequence lengths, and how much of each source is read, measured on the prepared corpus.
 
-Sequences are planned, not read, so a dry run is fast and needs no torch.
+Sequences are planned from document offsets, not read, so a dry run is fast and needs no torch.
 """
 
 import json
@@ -26,24 +26,24 @@ from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
 
-# Sequences per phase. If lengths vary as much as in a mixture of questions and books, the error of the mean is 0.5 %
-# (one standard deviation).
+# Sequences sampled per phase. If lengths vary as much as in a mixture of questions and books, the standard error of the
+# mean is 0.5 %.
 _SAMPLED = 16384
-_RUNS = 8
+_SPANS = 8  # spans of consecutive sequences that are sampled
 
 
 @dataclass(frozen=True)
 class PhaseText:
-    """Means of the sequences of one phase."""
+    """Statistics of the sequences of one phase."""
 
-    mean_length: float  # tokens
+    mean_length: float  # mean tokens per sequence
     samples_per_epoch: float
 
 
 def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
-    """Return the means of each phase, measured on the prepared corpus or taken from a streamed corpus's card.
+    """Return the statistics of each phase, measured on the prepared corpus or taken from a streamed corpus's card.
 
-    Returns () without either. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
+    Returns () if there is neither. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return ()
@@ -60,14 +60,14 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
 
 
 def mean_lengths(config: PretrainConfig) -> list[float]:
-    """Return the mean sequence length of each phase in tokens; [] and errors as in `measured_phases`."""
+    """Return the mean sequence length of each phase in tokens; [] and errors are as for `measured_phases`."""
     return [phase.mean_length for phase in measured_phases(config)]
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
     """Describe how often an epoch reads a token, by sequence length, and how much each phase reads of each source.
 
-    Returns [] if the corpus is not prepared. Raises `InputError` as `measured_phases`.
+    Returns [] if the corpus is not prepared. Raises `InputError` as `measured_phases` does.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return []
@@ -80,32 +80,32 @@ def reading_lines(config: PretrainConfig) -> list[str]:
 
 
 def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
-    """Describe how much each phase reads of each source; with one source, only phases that do not read all of it.
+    """Describe how much each phase reads of each source; with one source, describe only phases that skip text.
 
-    Raises `InputError` as `measured_phases`.
+    Raises `InputError` as `measured_phases` does.
     """
     return [
         f"phases.{number}: {'; '.join(reading.line for reading in readings)}"
         for number, readings in enumerate(phase_readings(shards, config))
-        if len(shards.sources) > 1 or readings[0].left_out
+        if len(shards.sources) > 1 or readings[0].skipped_tokens
     ]
 
 
 def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list[SourceReading]]:
-    """Yield the readings of each source by phase; raises as `measured_phases`."""
+    """Yield the readings of all sources for each phase; raises `InputError` as `measured_phases` does."""
     readers: list[SourceSamples | None] = [None] * len(shards.sources)
     samplers = phase_samplers(shards, config, seed=config.seed)
     for phase, sampler in zip(config.phases, samplers, strict=True):
         counts = sampler.counts(phase.sequences)
-        left = [sampler.left_out(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
-        yield sampler.readings(phase.sequences, left)
+        skipped = [sampler.skipped_tokens(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
+        yield sampler.readings(phase.sequences, skipped)
         readers = [sampler.sources[n] if count else readers[n] for n, count in enumerate(counts)]
 
 
 def _expected_phase_lines(
     config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
 ) -> Iterator[str]:
-    """Estimate `phase_lines` without a copy of the text, as if all sources had the same mean sequence length."""
+    """Estimate `phase_lines` without a local copy of the text, as if all sources had the same mean sequence length."""
     if not counted:
         return
     means, empty = {reading.sequence_length: reading.mean_length for reading in counted}, np.zeros(1, np.uint16)
@@ -120,22 +120,22 @@ def _expected_phase_lines(
         tokens[shard.source] += len(shard.tokens)
     for number, phase in enumerate(config.phases):
         samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
-        whole = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0: all of it is held out
+        whole = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if all of it is held out
         try:
             mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
-        except InputError as error:  # only an estimate, since lengths are means
-            yield f"phases.{number}: with these means, the run would be rejected: {error}"
+        except InputError as error:  # not raised: mean lengths give only an estimate
+            yield f"phases.{number}: with these mean lengths, the run would be rejected: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
         read = before + shares * phase.sequences / np.maximum(samples, 1)
-        figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
-        by_source = zip(described.sources, figures, strict=True)
+        statistics = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
+        by_source = zip(described.sources, statistics, strict=True)
         lines = (SourceReading(source["name"], *values).line for source, values in by_source if values[0])
         if len(described.sources) > 1:
             yield f"phases.{number}: about {'; '.join(lines)}"
         if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
-            limit = f"less than twice its share of {WINDOW_BLOCKS} blocks of 1e6 tokens, or than a batch if larger"
-            yield f"phases.{number}: another sequence_length skips the rest of a source's open window, {limit}."
+            limit = f"less than twice its share of {WINDOW_BLOCKS} blocks of 1e6 tokens, or of a batch if that is more"
+            yield f"phases.{number}: another sequence_length skips the rest of a source's current window, {limit}."
 
 
 def _has_copy(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
@@ -172,7 +172,7 @@ def reading_counter(config: PretrainConfig) -> ReadingCounter:
 
 
 def _training_shards(config: PretrainConfig) -> TokenShards:
-    """Open the training text: the run's corpus, and replayed text of the general corpus."""
+    """Open the training text: the run's corpus, and text replayed from the general corpus."""
     shards, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
     if not (adaptation.replay_corpus and adaptation.replay_share):
         return shards
@@ -180,9 +180,9 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
 
 
 def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
-    # Consecutive sequences are planned together, so sample evenly spaced runs of them.
+    # Consecutive sequences are planned together, so sample evenly spaced spans of sequences.
     count = min(phase.sequences, _SAMPLED)
-    runs = min(_RUNS, count)
-    starts = np.arange(runs) * max(0, phase.sequences - count // runs) // max(1, runs - 1)
-    lengths = [sampler.plan(start + np.arange(count // runs)).lengths for start in starts.tolist()]
+    spans = min(_SPANS, count)
+    starts = np.arange(spans) * max(0, phase.sequences - count // spans) // max(1, spans - 1)
+    lengths = [sampler.plan(start + np.arange(count // spans)).lengths for start in starts.tolist()]
     return PhaseText(float(np.concatenate(lengths).mean()), sampler.samples_per_epoch)

@@ -1,8 +1,8 @@
 """The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone, without torch.
 
-An objective computes the FLOPs of a sequence; this module sums them for a run and adds the optimizer's. Only matrix
+An objective computes the FLOPs of a sequence; this module sums them over a run and adds the optimizer's. Only matrix
 products are counted, with 2 FLOPs per multiply-add. The counts depend on the config and the text, never on the machine:
-no padding is counted, and in local layers only the keys within windows.
+no padding is counted, and in layers with local attention only the keys within windows.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 
-# Mean length of a sequence as a share of the maximum, assumed if there is no prepared corpus to measure it.
+# Mean length of a sequence relative to the maximum, assumed if there is no prepared corpus to measure it.
 ASSUMED_FILL = 0.8
 
 
 def expected_length(phase: PhaseConfig) -> float:
-    """Return the mean sequence length assumed without a prepared corpus; short documents have a lower mean."""
+    """Return the mean sequence length that is assumed without a prepared corpus; with short documents it is lower."""
     return phase.sequence_length * ASSUMED_FILL
 
 
@@ -28,20 +28,20 @@ def optimizer_flops(config: PretrainConfig) -> float:
     """Return the FLOPs of Muon's matrix products in a step, over all workers; 0 for other optimizers."""
     if config.optimizer.name != "muon":
         return 0.0
-    return float(sum(cost.orthogonalization_flops(shape) for shape in objective_of(config).shapes))
+    return float(sum(cost.orthogonalization_flops(shape) for shape in make_objective(config).shapes))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Totals of one phase."""
+    """Steps, sequences, tokens and FLOPs of one phase."""
 
     steps: int
     sequences: int
     tokens: float
-    mean_length: float
-    masked: float  # predicted tokens per sequence, on average
-    flops: float  # useful
-    executed: float  # FLOPs, with the optimizer's
+    mean_length: float  # mean tokens per sequence
+    masked: float  # mean predicted tokens per sequence
+    flops: float  # useful FLOPs
+    executed: float  # executed FLOPs, including the optimizer's
 
 
 def phase_work(
@@ -49,42 +49,42 @@ def phase_work(
     phase: PhaseConfig,
     vocabulary: int,
     mean_length: float | None = None,
-    frozen: ModelConfig | None = None,
+    frozen_config: ModelConfig | None = None,
 ) -> Work:
     """Return the sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(phase), phase.sequence_length)
-    number = next(n for n, other in enumerate(config.phases) if other is phase)
-    share = sum(config.masking_shares(number)) / 2
+    index = next(i for i, other in enumerate(config.phases) if other is phase)
+    share = sum(config.masking_shares(index)) / 2  # mean of the first and last step's
     limit = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, limit)
     sequences = phase.sequences
-    objective = objective_of(config, vocabulary, frozen)
-    counts = (objective.useful_flops, objective.executed_flops)
-    useful, executed = (sequences * count([mean], masked) for count in counts)
+    objective = make_objective(config, vocabulary, frozen_config)
+    flop_counts = (objective.useful_flops, objective.executed_flops)
+    useful, executed = (sequences * count([mean], masked) for count in flop_counts)
     executed += phase.steps * optimizer_flops(config)
     return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed)
 
 
 def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
     """Return the config of the run's frozen model; None if there is none, or if it cannot be read yet."""
-    objective = objective_of(config)
+    objective = make_objective(config)
     if not objective.frozen_role:
         return None
     from pretrain.checkpoint.released import read_shape
 
     try:
         return read_shape(attrgetter(objective.setting)(config))
-    except InputError:  # the run can be estimated before it is trained
+    except InputError:  # the estimate may come before the frozen model is trained
         return None
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
-    """Return the number of rows of the word embeddings, for the vocabulary's entries."""
+    """Return the number of rows of the word embeddings: the vocabulary's entries, and padding if configured."""
     return config.model.rows(_vocabulary_entries(config))
 
 
 def _vocabulary_entries(config: PretrainConfig) -> int:
-    """Return the size of the prepared corpus's vocabulary, or of the given or configured one."""
+    """Return the size of the prepared corpus's vocabulary, else of the vocabulary file, else the configured size."""
     manifest = prepared_manifest(config.corpus)
     if manifest:
         return int(manifest["vocabulary_size"])

@@ -16,7 +16,7 @@ from pretrain.common.files import checkpoint_names
 from pretrain.common.packages import expect
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
 from pretrain.config import PretrainConfig, changed_for_resume, config_of, load_config, run_folder, used_start_from
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
 from pretrain.run.results import Run, SavedOutput
@@ -91,7 +91,7 @@ def train(
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
-        metrics=objective_of(resolved).metrics,
+        metrics=make_objective(resolved).metrics,
         background=background,
         callbacks=tuple(callbacks),
     )
@@ -128,7 +128,7 @@ def export(
         stored.download_checkpoints(stored.names())
     unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(other) for other in average])
     if is_remote(target):
-        for part in objective_of(config_of(path)).exported:
+        for part in make_objective(config_of(path)).exported:
             store_target(f"{target}{part.suffix}")
     if unsupported:
         usage = f"written for bertrain's own commands. transformers cannot load it ({unsupported})."
@@ -225,7 +225,7 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
 
         check_start_corpus(config)
     preflight.check_corpus(config)
-    if (objective := objective_of(config)).frozen_role:
+    if (objective := make_objective(config)).frozen_role:
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)

@@ -33,7 +33,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.encoder import Encoder
 from pretrain.model.precision import torch_dtype
-from pretrain.objectives import Objective, objective_of
+from pretrain.objectives import Objective, make_objective
 from pretrain.planning.memory import micro_batch_tokens
 from pretrain.planning.recording import choose_graphs, with_graphs
 from pretrain.planning.text import mean_lengths
@@ -48,7 +48,7 @@ from pretrain.training.engine import Engine, InitialWeights, broadcast_object, g
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
-LAUNCHING = (objective_of.__module__,)  # modules that only launch GPU kernels, for the watchdog
+LAUNCHING = (make_objective.__module__,)  # modules that only launch GPU kernels, for the watchdog
 _FETCH_SECONDS = 86400.0  # time limit for fetching a corpus to this machine
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         check_same_data(corpora.fingerprints())
         vocabulary_rows = config.model.rows(corpora.domain.vocabulary_size)
         config = with_chosen_graphs(config, vocabulary_rows, device)
-        objective = objective_of(config, vocabulary_rows)
+        objective = make_objective(config, vocabulary_rows)
         objective.build(read_frozen)
         for frozen in objective.identity.values():
             check_same_data({objective.setting: frozen["fingerprint"]})

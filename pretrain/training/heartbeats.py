@@ -1,7 +1,7 @@
 """Heartbeats of the ranks: their exchange through a store, and hang detection.
 
-A round costs O(ranks). Each rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant
-size, which the others read. `Ranks` and `Follower` evaluate heartbeats without a store or a clock.
+In each round, every rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant size,
+which the other ranks read, so a round costs O(ranks). `Ranks` and `Follower` evaluate heartbeats; they need no store.
 """
 
 import itertools
@@ -14,19 +14,19 @@ HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # value of `Heartbeat.awaited` while a rank waits for other ranks
 START_SECONDS = 1800.0  # allowed until a rank's first report, and for the first steps
 
-starts = itertools.count()  # numbers of exchanges; every rank creates them in the same order
+exchange_ids = itertools.count()  # ids of exchanges, which every rank creates in the same order
 
 
 class Heartbeat(NamedTuple):
-    """The report of one rank in each round."""
+    """The report of one rank in one round."""
 
-    count: int  # rounds so far; a rank whose count does not change is silent
-    pulses: int  # signs of progress so far
-    position: int  # micro-batches of training so far, comparable between ranks
-    allowed: float  # seconds without progress that are currently not a hang
-    allowed_silence: float  # seconds without a heartbeat that are currently not a hang
+    count: int  # number of heartbeats so far; a rank whose count does not change is silent
+    pulses: int  # number of signs of progress so far
+    position: int  # number of training micro-batches so far, comparable between ranks
+    allowed: float  # seconds without progress that do not count as a hang at present
+    allowed_silence: float  # seconds without a heartbeat that do not count as a hang at present
     awaited: str  # what the rank waits for; "" while it works
-    ended: bool
+    ended: bool  # whether the rank has left training
     host: str
     pid: int
 
@@ -36,33 +36,32 @@ class Hang(NamedTuple):
 
     event: str  # HANG or DATA_STALL
     rank: int
-    reason: str  # continues the message "rank N"
+    reason: str  # rest of the message after "rank N"
     host: str
     pid: int
 
 
 class HeartbeatSummary(NamedTuple):
-    """The summary that rank 0 publishes for the others."""
+    """The summary that rank 0 publishes for the other ranks."""
 
-    aggregator: Heartbeat
+    aggregator: Heartbeat  # rank 0's heartbeat
     finding: Hang | None
 
 
 class HeartbeatExchange:
-    """One rank's side of the exchange, through the store that was attached last."""
+    """One rank's side of the exchange of heartbeats, through the store that was attached last."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._store: Any = None  # torch's TCPStore
-        self._has_summary = False  # checked first: `get` waits for a missing key and then raises
-        # torchrun's store outlives restarts, and a process may have several runs.
-        start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(starts)}"
+        self._has_summary = False  # whether the store has one; `get` would wait for a missing key and then raise
+        # Keys must be unique: torchrun's store outlives restarts, and a process may have several runs.
+        start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(exchange_ids)}"
         self._summary = f"{start}/summary"
         self._keys = [f"{start}/{rank}" for rank in range(world_size)]
 
     @property
     def attached(self) -> bool:
-        """Return whether a store is attached."""
         return self._store is not None
 
     def attach(self, store: Any) -> None:
@@ -73,17 +72,16 @@ class HeartbeatExchange:
         self._store = store
 
     def detach(self) -> None:
-        """Stop using the store."""
         self._store = None
 
     def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
-        """Publish the summary (rank 0), and return each rank's latest heartbeat, None before its first."""
+        """On rank 0: publish the summary; return each rank's latest heartbeat, None before its first."""
         self._store.set(self._summary, json.dumps([heartbeat, finding]))
         others = self._store.multi_get(self._keys[1:])
         return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
     def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
-        """Publish a heartbeat (other ranks), and return the latest summary, None before the first."""
+        """On other ranks: publish a heartbeat; return the latest summary, None before the first."""
         self._store.set(self._keys[self._rank], json.dumps(heartbeat))
         self._has_summary = self._has_summary or self._store.check([self._summary])
         if not self._has_summary:
@@ -93,11 +91,11 @@ class HeartbeatExchange:
 
 
 class Ranks:
-    """Rank 0's view of all ranks. Times are seconds of any clock that stops while this process is stopped.
+    """Rank 0's view of all ranks. Times are in seconds, of any clock that stops while this process is stopped.
 
     Args:
-        world_size: the number of ranks.
-        now: the time of the start.
+        world_size: number of ranks.
+        now: current time.
     """
 
     def __init__(self, world_size: int, now: float) -> None:
@@ -106,7 +104,7 @@ class Ranks:
         self._last_seen = self._progress_at = now
 
     def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
-        """Record one round."""
+        """Record the heartbeats of one round, None for ranks without one."""
         for rank, (new, old) in enumerate(zip(heartbeats, self._latest, strict=True)):
             if new is None or (old is not None and new.count == old.count):
                 continue
@@ -123,7 +121,7 @@ class Ranks:
         return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Hang | None:
-        """Return the rank that blocks the others, or None."""
+        """Return the rank that blocks the other ranks, or None."""
         return self._silent() or self._stuck()
 
     def _silent(self) -> Hang | None:
@@ -137,7 +135,7 @@ class Ranks:
         return None
 
     def _stuck(self) -> Hang | None:
-        """Return the rank that the others wait for, if no rank makes progress."""
+        """Return the rank that the other ranks wait for, if no rank makes progress."""
         active = [
             (rank, heartbeat)
             for rank, heartbeat in enumerate(self._latest)
@@ -146,7 +144,7 @@ class Ranks:
         idle = self._last_seen - self._progress_at
         if not active or idle <= max(heartbeat.allowed for _, heartbeat in active):
             return None
-        active.sort(key=lambda item: item[1].position)  # furthest behind first
+        active.sort(key=lambda item: item[1].position)  # the rank that is furthest behind comes first
         for rank, heartbeat in active:
             if heartbeat.awaited not in ("", IN_COLLECTIVE):
                 return _hang(rank, heartbeat, f"has waited {idle:.0f} s for {heartbeat.awaited}", DATA_STALL)
@@ -168,7 +166,7 @@ class Ranks:
 
 
 class Follower:
-    """Another rank's view of rank 0. Times are as in `Ranks`, from 0 on.
+    """The view that any other rank has of rank 0. Times are as in `Ranks`, starting at 0.
 
     Args:
         rank: this rank.
@@ -181,25 +179,25 @@ class Follower:
         self._changed_at = self._progress_at = 0.0
 
     def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Hang | None:
-        """Return rank 0's finding, or a finding that rank 0 itself hangs.
+        """Return rank 0's finding, or the finding that rank 0 itself hangs, or None.
 
-        `summary` is the latest that rank 0 published; `pulses` and `allowed` are this rank's, as in its heartbeat.
+        `summary` is the latest summary from rank 0; `pulses` and `allowed` are values of this rank's heartbeat.
         """
         if pulses != self._pulses:
             self._pulses, self._progress_at = pulses, now
         if summary is None:
             return _unreported(0, now) if now > START_SECONDS else None
-        first = summary.aggregator
-        if first.count != self._count:
-            self._count, self._changed_at = first.count, now
+        rank0 = summary.aggregator
+        if rank0.count != self._count:
+            self._count, self._changed_at = rank0.count, now
         if summary.finding is not None:
             return summary.finding
-        if first.ended:  # rank 0 no longer gathers heartbeats
+        if rank0.ended:  # rank 0 no longer gathers heartbeats
             idle = now - max(self._progress_at, self._changed_at)
             reason = f"has ended, and rank {self._rank} has made no progress since, {idle:.0f} s ago"
-            return _hang(0, first, reason) if idle > allowed else None
+            return _hang(0, rank0, reason) if idle > allowed else None
         silence = now - self._changed_at
-        return _silent(0, first, silence) if silence > first.allowed_silence + self._patience else None
+        return _silent(0, rank0, silence) if silence > rank0.allowed_silence + self._patience else None
 
 
 def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:

@@ -1,4 +1,4 @@
-"""Layer-wise learning rates of a model that continues from a checkpoint, relative to the run's rate."""
+"""Layer-wise learning rates for a model that continues from a checkpoint, relative to the run's learning rate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: int) -> dict[str, float]:
-    """Return each parameter's factor of the learning rate.
+    """Return the factor of each parameter's learning rate.
 
-    Heads have the full rate, and every layer `layer_decay` times the rate of the layer above it (Howard and Ruder
+    The factor of heads is 1, and each layer has `layer_decay` times the factor of the layer above it (Howard and Ruder
     2018, discriminative fine-tuning).
     """
     return {name: settings.layer_decay ** (layers + 1 - layer_of(name, layers)) for name in names}
@@ -26,7 +26,7 @@ def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: i
 def scaled_groups(
     named: Iterable[tuple[str, Tensor]], weight_decay: float, scales: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return `parameter_groups` for each learning-rate factor; only one pair if all have the full rate."""
+    """Return `parameter_groups` for each distinct learning-rate factor, stored as `lr_scale` unless all are 1."""
     named = list(named)
     if all(scales[name] == 1 for name, _ in named):
         return parameter_groups(named, weight_decay)

@@ -1,8 +1,8 @@
 """Detects a hang of any rank, writes the stacks of all ranks, reports the rank at fault, and exits this process.
 
-Ranks wait for one another in collectives, so one hanging rank stops all. The libraries' time-outs are long (DeepSpeed's
-groups ignore torch's). So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). The
-program that started the workers, such as Ray, restarts them when one exits.
+Ranks wait for one another in collectives, so one hanging rank stops all. The libraries' timeouts are long, and
+DeepSpeed's process groups ignore torch's. So a thread of each rank publishes heartbeats
+(`pretrain.training.heartbeats`). The program that started the workers, such as Ray, restarts them when one exits.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from pretrain.training.heartbeats import (
     Ranks,
 )
 
-_ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
-_LINGER_ROUNDS = 2.5  # between a finding and the exit, so that every rank receives it before a collective fails
+_ROUND_SECONDS = (0.2, 2.0)  # bounds of the time between heartbeats, which is a sixteenth of the limit
+_LINGER_ROUNDS = 2.5  # rounds between a finding and the exit, so that all ranks receive it before a collective fails
 _STORE_SECONDS = 30.0  # timeout of a request to the store
 _LAST_HEARTBEAT_SECONDS = 4.0  # time limit for publishing the last heartbeat
 _ANNOUNCE_SECONDS = 1.0  # time limit for publishing an announcement
-_COMPILE_SECONDS = 1800.0
-_FIRST_BEATS = 20  # beats that may take `START_SECONDS`
-_PATIENCE = 10  # allowed seconds without progress per second of the longest recent beat, without outliers
-_OUTLIERS = 2  # longest recent beats to ignore: another rank may have stalled
-_DUMP_SECONDS = 4.0
-_WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage itself may hang
-_INNERMOST = 8  # frames of a stack to inspect
-# Python modules in whose functions a rank waits for others.
+_COMPILE_SECONDS = 1800.0  # time limit of one compilation
+_FIRST_BEATS = 20  # number of first beats that may take `START_SECONDS`
+_PATIENCE = 10  # allowed seconds without progress per second of the longest recent beat, not counting outliers
+_OUTLIERS = 2  # number of longest recent beats to ignore: another rank may have stalled
+_DUMP_SECONDS = 4.0  # time limit of py-spy
+_WRITE_SECONDS = 10.0  # time limit for writing stacks and hang.json; the storage itself may hang
+_INNERMOST = 8  # number of innermost frames of a stack to inspect
+# Python modules in whose functions a rank waits for other ranks.
 COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
-# On a GPU, these modules and functions, and a watchdog's `launching`, only launch kernels and copies, or read a result.
-# A host that stays in one of them waits for a collective, directly or through the device's full queue.
+# On a GPU, these modules and functions, and those in `launching`, only launch kernels and copies, or read a result.
+# A host that stays in one of them waits for a collective, directly or because the device's queue is full.
 LAUNCHING = (
     "deepspeed.runtime",
     "pretrain.common.transfers",
@@ -73,14 +73,14 @@ class Watchdog:
     """Watches all ranks from this one. Use as a context manager around training, in the training thread.
 
     Args:
-        rank, world_size: of this process.
+        rank, world_size: this process's rank, and the number of ranks.
         logs: folder for stacks-<rank>.txt and hang.json.
-        limit_seconds: allowed time without progress or heartbeat of a rank; 0 disables the watchdog. If beats are
-            long, the limit grows to ten times the length of recent long beats.
+        limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If beats
+            (micro-batches) are long, the limit grows to ten times the length of recent long ones.
         stall_seconds: time limit for waits for data or storage; 0 sets no limit.
-        compiles: torch.compile is used; each compilation may take half an hour.
-        on_gpu: the model runs on a GPU, so the host launches kernels without waiting for them.
-        launching: the run's modules and functions that only launch kernels on a GPU.
+        compiles: whether torch.compile is used; each compilation may take half an hour.
+        on_gpu: whether the model runs on a GPU, so that the host launches kernels without waiting for them.
+        launching: names of the run's modules and functions that only launch kernels on a GPU.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Watchdog:
         self._round = min(high, max(low, limit_seconds / 16))
         self._count = self._pulses = self._position = 0
         self._last = time.monotonic()
-        self._lengths: deque[float] = deque(maxlen=100)
+        self._beat_seconds: deque[float] = deque(maxlen=100)
         self._allowances: list[float] = []
         self._awaited = ""
         self._end = threading.Event()
@@ -118,16 +118,16 @@ class Watchdog:
         """Record that this rank starts another micro-batch."""
         now = time.monotonic()
         if self._pulses:
-            self._lengths.append(now - self._last)
+            self._beat_seconds.append(now - self._last)
         if not self._allowances:  # inside `allow`, ranks may have different numbers of micro-batches
             self._position += 1
         self._pulses, self._last = self._pulses + 1, now
 
     @contextlib.contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
-        """Allow this rank to make no progress and be silent for `seconds` inside the block.
+        """Allow this rank to make no progress and send no heartbeat for `seconds` inside the block.
 
-        The allowance is published before the block starts. The block may therefore hold the GIL throughout.
+        The allowance is published before the block starts, so the block may hold the GIL all the time.
         """
         self._start_allowance(seconds)
         try:
@@ -171,7 +171,7 @@ class Watchdog:
             self._exchange.end()
 
     def heartbeat(self, *, ended: bool = False) -> Heartbeat:
-        """Return this rank's heartbeat, with a new number at each call."""
+        """Return this rank's heartbeat, with a higher count at each call."""
         self._count += 1
         return Heartbeat(
             count=self._count,
@@ -195,8 +195,8 @@ class Watchdog:
         self._pulses, self._last = self._pulses + 1, time.monotonic()
 
     def _allowed(self) -> float:
-        """Return the seconds without progress that are currently not a hang of this rank."""
-        long = sorted(self._lengths)[-_OUTLIERS - 1 : -_OUTLIERS]
+        """Return the seconds without progress that do not count as a hang of this rank at present."""
+        long = sorted(self._beat_seconds)[-_OUTLIERS - 1 : -_OUTLIERS]
         usual = max(self._limit, *(_PATIENCE * length for length in long), 0.0)
         first = START_SECONDS if self._position < _FIRST_BEATS else 0.0
         stall = self._stall if self._awaited else 0.0
@@ -205,7 +205,7 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _watch(self) -> None:
-        """Evaluate heartbeats; not in the exchange's thread, which blocks while the store's server is stopped."""
+        """Evaluate heartbeats, outside the exchange's thread, which blocks while the store's server is stopped."""
         clock, ranks = Clock(2 * self._round), Ranks(self._world_size if self._exchange else 1, 0.0)
         follower = Follower(self._rank, _LINGER_ROUNDS * self._round)
         while not self._end.wait(self._round):
@@ -214,7 +214,7 @@ class Watchdog:
                 self._give_up(finding)
 
     def _find(self, ranks: Ranks, follower: Follower, now: float) -> Hang | None:
-        """Return the rank that hangs, at a time of `Clock`, or None; rank 0 checks all, the others check rank 0."""
+        """Return the rank that hangs at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
             ranks.record([self.heartbeat()], now)
@@ -236,7 +236,7 @@ class Watchdog:
         if exchange is not None and self._rank == 0:
             exchange.publish(finding)
         found_at = time.monotonic()
-        # The storage itself may hang, so the exit does not wait for it.
+        # The storage itself may hang, so the exit waits for it only briefly.
         writer = threading.Thread(target=self._write, args=(finding, found_here), daemon=True)
         writer.start()
         writer.join(_WRITE_SECONDS)
@@ -260,7 +260,7 @@ class Watchdog:
             self._dump_other(finding)
 
     def write_finding(self, finding: Hang) -> None:
-        """Write hang.json unless another rank did: a disconnected rank would blame the ranks that it cannot reach."""
+        """Write hang.json unless another rank has: a disconnected rank would blame the ranks that it cannot reach."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._started_at:
@@ -289,12 +289,12 @@ class Watchdog:
 
 
 class ExchangeThread:
-    """The thread that exchanges heartbeats: rank 0 gathers them, the others report.
+    """The thread that exchanges heartbeats: rank 0 gathers them, the other ranks report theirs.
 
     Attributes:
-        heartbeats: on rank 0, the latest heartbeats of all ranks; the reader sets it to None.
+        heartbeats: on rank 0, the latest heartbeats of all ranks; None once they have been read.
         summary: on other ranks, rank 0's latest summary; None before the first round.
-        error: the last round's error; None if it succeeded.
+        error: the last round's error; None if the round succeeded.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class ExchangeThread:
         self._thread.start()
 
     def announce(self) -> None:
-        """Publish a heartbeat now; return when it is published or the store does not answer."""
+        """Publish a heartbeat now; return when it is published, or when the store does not answer in time."""
         with self._changed:
             self._requested += 1
             requested = self._requested
@@ -321,12 +321,12 @@ class ExchangeThread:
             self._changed.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
 
     def publish(self, finding: Hang) -> None:
-        """Publish a finding (rank 0)."""
+        """On rank 0: publish a finding."""
         self._finding = finding
         self.announce()
 
     def end(self) -> None:
-        """Publish that this rank has ended, and close."""
+        """Publish that this rank has ended, and stop the thread."""
         with self._changed:
             self._end = True
             self._changed.notify_all()
@@ -346,7 +346,7 @@ class ExchangeThread:
 
     def _run_round(self, heartbeat: Heartbeat) -> None:
         try:
-            if not self._exchange.attached:  # slow if hundreds of ranks connect simultaneously
+            if not self._exchange.attached:  # connecting is slow if hundreds of ranks do it at once
                 self._exchange.attach(self._connect())
             if self._rank == 0:
                 self.heartbeats = self._exchange.gather(heartbeat, self._finding)
@@ -362,9 +362,9 @@ class ExchangeThread:
 
 
 class Clock:
-    """A clock of the seconds that this process has run. A late tick adds at most `max_tick` seconds.
+    """A clock that counts only seconds in which this process runs: a late tick adds at most `max_tick` seconds.
 
-    Otherwise a process that was stopped would report the others as silent when it continues.
+    With a normal clock, a process that was stopped would report the other ranks as silent when it continues.
     """
 
     def __init__(self, max_tick: float) -> None:
@@ -379,7 +379,7 @@ class Clock:
 
 
 def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
-    """Return whether a thread is in a collective, or launches kernels that queue behind one."""
+    """Return whether a thread is in a collective, or launches kernels that queue behind a collective."""
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
@@ -388,7 +388,7 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
-    # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no frame.
+    # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no Python frame.
     on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
     return on_handle or any(name.startswith(COLLECTIVES) for name in modules)
 
@@ -402,7 +402,7 @@ def _stacks() -> str:
 
 
 def _connection() -> Callable[[], Any] | None:
-    """Return a function that opens a separate connection to the ranks' store: training's blocks while it waits.
+    """Return a function that opens a separate connection to the ranks' store, since training's blocks while it waits.
 
     Returns None if the ranks were not initialized through MASTER_ADDR.
     """

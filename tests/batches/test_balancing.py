@@ -117,7 +117,7 @@ def test_dealing_many_at_once_is_dealing_one_by_one(count: int, ranks: int, shor
 def test_parts_hold_every_rank_and_every_sequence_once(world_size: int, each: int, rest: int) -> None:
     sequences = world_size * each + rest % world_size
     made = balancing.parts(sequences, world_size)
-    assert [part.first for part in made] == [0, *np.cumsum([part.sequences for part in made])[:-1]]
+    assert [part.first_sample for part in made] == [0, *np.cumsum([part.sequences for part in made])[:-1]]
     assert [part.first_rank for part in made] == [0, *np.cumsum([part.ranks for part in made])[:-1]]
     assert sum(part.sequences for part in made) == sequences
     assert sum(part.ranks for part in made) == world_size
@@ -284,7 +284,7 @@ def bucket_fragments(ranks: int) -> list[dict[str, Any]]:
     with torch.device("meta"):
         named = list(PretrainingModel(model, 30_522, True).named_parameters())
     optimizer = torch.optim.AdamW(parameter_groups(named, 0.01))
-    buckets.divide_groups(optimizer, [name for name, _ in named], buckets.ENTRIES)
+    buckets.divide_groups(optimizer, [name for name, _ in named], buckets.BUCKET_ENTRIES)
     fragments = []
     for group in optimizer.param_groups:
         part, begin = -(-sum(one.numel() for one in group["params"]) // ranks), 0

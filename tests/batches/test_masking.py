@@ -43,14 +43,14 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
 @pytest.mark.parametrize(("length", "most", "limit"), [(64, 0, 10), (128, 0, 19), (128, 20, 20), (64, 4, 4)])
 def test_exact_counts_and_never_a_special_token(shards, next_sentence, length, most, limit):
     plan, rows, masked = mask(shards, np.arange(2000), length=length, max_predictions=most, next_sentence=next_sentence)
-    counts = np.bincount(rows.sequence[masked.rows], minlength=2000)
+    counts = np.bincount(rows.sequence[masked.indices], minlength=2000)
     assert counts.tolist() == [min(limit, max(1, round(0.15 * n))) for n in plan.lengths.tolist()]
-    assert (np.diff(masked.rows) > 0).all()
+    assert (np.diff(masked.indices) > 0).all()
     assert (masked.labels >= 5).all()
-    assert np.array_equal(masked.labels, rows.input_ids[masked.rows])
+    assert np.array_equal(masked.labels, rows.input_ids[masked.indices])
     special = rows.input_ids < 5
     assert np.array_equal(masked.input_ids[special], rows.input_ids[special])
-    untouched = np.setdiff1d(np.arange(len(rows.input_ids)), masked.rows)
+    untouched = np.setdiff1d(np.arange(len(rows.input_ids)), masked.indices)
     assert np.array_equal(masked.input_ids[untouched], rows.input_ids[untouched])
 
 
@@ -58,7 +58,7 @@ def test_counts_are_known_from_lengths(shards):
     plan, rows, masked = mask(shards, np.arange(500), max_predictions=7)
     masker = Masker(shards, DEFAULT, sequence_length=64, max_predictions=7)
     known = masker.counts(plan.lengths, special_tokens=3)
-    assert np.array_equal(known, np.bincount(rows.sequence[masked.rows], minlength=500))
+    assert np.array_equal(known, np.bincount(rows.sequence[masked.indices], minlength=500))
     greedy = Masker(shards, MaskingConfig.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64)
     assert greedy.counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
 
@@ -66,12 +66,12 @@ def test_counts_are_known_from_lengths(shards):
 def test_every_position_is_as_likely(shards):
     _, rows, masked = mask(shards, np.arange(6000), length=32)
     full = np.flatnonzero(np.diff(rows.starts) == 32)
-    chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
+    chosen = np.isin(np.arange(len(rows.input_ids)), masked.indices)
     counts, chances = np.zeros(32), np.zeros(32)
     for sequence in full:
         span = slice(rows.starts[sequence], rows.starts[sequence + 1])
         counts += chosen[span]
-        chances += rows.ordinary[span]
+        chances += rows.is_content[span]
     share = counts[1:31].sum() / chances[1:31].sum()
     off = (counts[1:31] - share * chances[1:31]) / np.sqrt(share * (1 - share) * chances[1:31])
     assert np.abs(off).max() < 4
@@ -79,9 +79,9 @@ def test_every_position_is_as_likely(shards):
 
 def test_shares_of_replacements(shards):
     _, _, masked = mask(shards, np.arange(12_000))
-    made, total = masked.input_ids[masked.rows], len(masked.rows)
+    made, total = masked.input_ids[masked.indices], len(masked.indices)
     as_mask, kept = (made == 4).mean(), (made == masked.labels).mean()
-    ordinary = Masker(shards, DEFAULT, sequence_length=64, max_predictions=0).ordinary
+    ordinary = Masker(shards, DEFAULT, sequence_length=64, max_predictions=0).replacement_ids
     # A random token is the old one by chance once in len(ordinary) times.
     chance = 0.1 / len(ordinary)
     for share, expected in ((as_mask, 0.8), (kept, 0.1 + chance), (1 - as_mask - kept, 0.1 - chance)):
@@ -99,11 +99,11 @@ def test_shares_of_replacements(shards):
 
 def test_configured_shares(shards):
     _, _, masked = mask(shards, np.arange(500), mask_share=0.0, random_share=0.0)
-    assert np.array_equal(masked.input_ids[masked.rows], masked.labels)
+    assert np.array_equal(masked.input_ids[masked.indices], masked.labels)
     _, _, masked = mask(shards, np.arange(500), mask_share=1.0, random_share=0.0)
-    assert (masked.input_ids[masked.rows] == 4).all()
+    assert (masked.input_ids[masked.indices] == 4).all()
     _, _, masked = mask(shards, np.arange(500), mask_share=0.0, random_share=1.0)
-    assert (masked.input_ids[masked.rows] != masked.labels).mean() > 0.98
+    assert (masked.input_ids[masked.indices] != masked.labels).mean() > 0.98
 
 
 def words(shards, rows):
@@ -112,7 +112,7 @@ def words(shards, rows):
     for begin, end in itertools.pairwise(rows.starts):
         found, fresh = [], True
         for row in range(begin, end):
-            if not rows.ordinary[row]:
+            if not rows.is_content[row]:
                 fresh = True
             elif fresh or not vocabulary[rows.input_ids[row]].startswith("##"):
                 found.append([row])
@@ -125,7 +125,7 @@ def words(shards, rows):
 @pytest.mark.parametrize("next_sentence", [True, False])
 def test_whole_words_stay_together(shards, next_sentence):
     plan, rows, masked = mask(shards, np.arange(600), scheme="whole_words", next_sentence=next_sentence)
-    chosen = set(masked.rows.tolist())
+    chosen = set(masked.indices.tolist())
     sizes, exact = [], 0
     for number, found in enumerate(words(shards, rows)):
         taken = [word for word in found if chosen & set(word)]
@@ -143,7 +143,7 @@ def test_whole_words_stay_together(shards, next_sentence):
 def test_whole_words_all_get_their_turn(shards):
     """Words of one piece are masked as often as single tokens are, long ones, which may not fit, less."""
     _, rows, masked = mask(shards, np.arange(1500), length=128, scheme="whole_words")
-    chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
+    chosen = np.isin(np.arange(len(rows.input_ids)), masked.indices)
     found = [word for sequence in words(shards, rows) for word in sequence]
     shares = [np.mean([chosen[w[0]] for w in found if len(w) == size]) for size in (1, 2)]
     assert abs(shares[0] - 0.15) < 0.02
@@ -159,9 +159,9 @@ def test_masks_depend_on_the_sample_alone(shards, samples, scheme):
     for number, sample in enumerate(samples):
         _, _, alone = mask(shards, [sample], scheme=scheme)
         begin, end = rows.starts[number : number + 2]
-        own = (together.rows >= begin) & (together.rows < end)
+        own = (together.indices >= begin) & (together.indices < end)
         assert np.array_equal(together.input_ids[begin:end], alone.input_ids)
-        assert np.array_equal(together.rows[own] - begin, alone.rows)
+        assert np.array_equal(together.indices[own] - begin, alone.indices)
         assert np.array_equal(together.labels[own], alone.labels)
         assert np.array_equal(together.token_keys[begin:end], alone.token_keys)
 
@@ -178,8 +178,8 @@ def test_token_keys_differ_across_positions_samples_and_epochs(shards):
 
 def test_masks_change_with_the_epoch(shards):
     made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0)
-    first = mask(shards, np.arange(50))[2].rows
-    second = mask(shards, np.arange(50) + made.samples_per_epoch)[2].rows
+    first = mask(shards, np.arange(50))[2].indices
+    second = mask(shards, np.arange(50) + made.samples_per_epoch)[2].indices
     assert len(np.intersect1d(first, second)) < 0.4 * len(first)
 
 

@@ -109,7 +109,7 @@ def read_tokens(made: BatchMaker, samples: int) -> np.ndarray:
     """Ordinary tokens that the first samples read of each source."""
     plan = made.sampler.plan(np.arange(samples))
     shards = np.array([shard.source for shard in made.sampler.shards.shards])
-    return np.bincount(shards[plan.shard_a], plan.ordinary, 3)
+    return np.bincount(shards[plan.shard_a], plan.content_length, 3)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def sequences(made: Sampler, samples: np.ndarray):
         assert len(separators) == 2 or not made.pairs.has_classifier
         specials = np.isin(np.arange(len(ids)), np.append(separators, 0))
         assert np.array_equal(specials, ids < 5)
-        assert np.array_equal(specials, ~rows.ordinary[begin:end])
+        assert np.array_equal(specials, ~rows.is_content[begin:end])
         assert np.array_equal(types, (np.arange(len(ids)) > separators[0]) & made.pairs.has_classifier)
         assert np.array_equal(rows.positions[begin:end], np.arange(len(ids)))
         assert (rows.sequence[begin:end] == number).all()
@@ -109,8 +109,8 @@ def test_nine_cuts_of_ten_are_at_sentences_ends_and_sequences_are_nearly_full(le
     documents = [np.clip(random.lognormal(3.05, 0.6, 400), 1, 200).astype(int).tolist() for _ in range(60)]
     made = sampler(numbered([documents]), length, short_share=0.0, **pairs)
     plan = made.plan(epoch(made))
-    assert plan.at_end.mean() > 0.9
-    assert plan.ordinary.mean() > 0.78 * length
+    assert plan.ends_at_sentence.mean() > 0.9
+    assert plan.content_length.mean() > 0.78 * length
 
 
 def test_cuts_move_from_epoch_to_epoch():
@@ -207,7 +207,7 @@ def what_is_seen(shards: TokenShards, made: Sampler, samples: np.ndarray) -> tup
     plan = made.plan(samples)
     sentence = np.append(Text(shards).sentence, -2)
     bases = np.cumsum([5, *(len(shard.tokens) for shard in shards.shards)])
-    features = [plan.length_a, plan.length_b, plan.ordinary]
+    features = [plan.length_a, plan.length_b, plan.content_length]
     for shard, begin, length in (
         (plan.shard_a, plan.start_a, plan.length_a),
         (plan.shard_b, plan.start_b, plan.length_b),

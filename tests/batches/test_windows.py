@@ -60,7 +60,7 @@ def test_how_often_tokens_are_read_is_counted():
     assert pairs.unread == pytest.approx(50 / tokens)
     assert pairs.reads == 1 - pairs.unread
     assert 0.9 < pairs.labeled <= 1
-    assert f"{pairs.labeled:.1%} have a label of their pair." in pairs.line
+    assert f"{pairs.labeled:.1%} have a sentence-pair label." in pairs.line
     assert "label" not in single.line
     made = sampler(shards, 64, **SINGLE)
     assert single.mean_length == pytest.approx(made.plan(epoch(made)).lengths.mean())

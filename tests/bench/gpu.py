@@ -30,7 +30,7 @@ from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.planning.roofline import Gpu, gpu_of, step_times
 from pretrain.planning.work import phase_work
@@ -183,7 +183,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _predicted(case: Case, config: PretrainConfig, gpu: Gpu) -> dict[str, Any]:
-    objective = objective_of(config, case.vocabulary)
+    objective = make_objective(config, case.vocabulary)
     work = phase_work(config, config.phases[0], case.vocabulary, case.length)
     times = step_times(objective, config.phases[0], work, gpu, 1)
     times = dataclasses.replace(times, loader=0.0, host=0.0)  # no loader, and the host's time is measured

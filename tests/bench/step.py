@@ -24,7 +24,7 @@ from pretrain.common.commands import positive_int, program
 from pretrain.config import Precision
 from pretrain.corpus.shards import open_shards
 from pretrain.model.precision import measure_matmul
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from tests.bench.baselines import BARE, BASELINES, DEVICE, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4
@@ -64,7 +64,7 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
     # MFU divided by the FLOPs of a token.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
-    model_flops = objective_of(config, shards.vocabulary_size).model_flops
+    model_flops = make_objective(config, shards.vocabulary_size).model_flops
     batches = [batch for step in steps for batch in step.micro_batches]
     flops_per_token = sum(model_flops(batch.lengths, len(batch.masked_rows)) for batch in batches) / tokens
     return {

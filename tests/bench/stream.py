@@ -139,7 +139,7 @@ def _counts(manifest: dict[str, Any], blocks: int) -> tuple[str, bytes]:
     from pretrain.corpus.shards import TokenShards, source_fingerprints
 
     run = config(1)
-    cutting = Cutting(126, 1, run.pairs.short_share, joined=False)
+    cutting = Cutting(126, 1, run.pairs.short_share, crosses_documents=False)
     shards = TokenShards(Path(), "", _VOCABULARY, {}, [], [], source_fingerprints(manifest))
     count = int(cutting.count(np.full(_LENGTHS["documents"], _DOCUMENT)).sum())
     return counts_file(shards, 0, cutting, blocks).name, _npy(np.full(blocks, count, np.uint32))

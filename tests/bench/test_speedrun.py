@@ -16,7 +16,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning import work
 from pretrain.run import api
 from tests.bench.speedrun import command, ground, results
@@ -164,7 +164,7 @@ def batches(config: PretrainConfig) -> Any:
 def plan_cost(config: PretrainConfig) -> float:
     """FLOPs of all batches that a run trains on, one by one."""
     passes = sum(
-        objective_of(config, size).executed_flops(batch.lengths, len(batch.masked_rows))
+        make_objective(config, size).executed_flops(batch.lengths, len(batch.masked_rows))
         for step, size in batches(config)
         for batch in step.micro_batches
     )

@@ -27,7 +27,7 @@ from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig, load_config
 from pretrain.model.heads import PretrainingModel
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.objectives.replaced_tokens import ElectraModel, discriminator_state, generator_state
 from pretrain.reporting.attention.weights import AttentionModel
 from tests.batches_by_hand import make_batch as make_unlabeled_batch
@@ -150,7 +150,7 @@ def test_both_models_of_an_electra_run_are_written(tmp_path: Path) -> None:
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     values = pretraining(tokenizer, tmp_path / "run", [(32, 8, 2)], model=shape.model_dump(mode="json"))
     config = PretrainConfig.model_validate({**values, "electra": settings.model_dump(), "pairs": {"objective": "none"}})
-    for part in objective_of(config).exported:
+    for part in make_objective(config).exported:
         kind: dict[str, Any] = {"family": layout_of(part.shape, part.layout).family, "head": part.head}
         folder = tmp_path / f"out{part.suffix}"
         hf.export(part.weights(state), part.shape, tokenizer, folder, next_sentence=False, card="", **kind)

@@ -34,7 +34,7 @@ from pretrain.batches.scheme import MaskingScheme
 import beside  # which lies in the same folder
 class Scheme(MaskingScheme):
     def choose(self, rows, bits, limits):
-        return rows.starts[:-1] + 1
+        return tokens.starts[:-1] + 1
 """
 MODULES = {
     "mine/first.py": SCHEME,
@@ -100,7 +100,7 @@ def bertrain(folder: Path, *words: str, **variables: str) -> subprocess.Complete
         ("masking.scheme=mine..first", "'mine..first' is not a dotted name such as my_package.module"),
         ("objective=places", "'places' is not a dotted name"),
         ("objective=mine.first", "first.py has no OBJECTIVE, a class that derives from pretrain.objectives.objective."),
-        ("masking.scheme=mine.half", "half.py lacks choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray)"),
+        ("masking.scheme=mine.half", "half.py lacks choose(self, tokens: PackedTokens, bits: np.ndarray, limits"),
         ("masking.scheme=mine.broken", "{0}/mine/broken.py:2: mine.broken raises KeyError when it is imported ('x')"),
         ("masking.scheme=mine.unclosed", "{0}/mine/unclosed.py:2: mine.unclosed raises SyntaxError when it is"),
         ("masking.scheme=mine.needs", "{0}/mine/needs.py:1: mine.needs raises ModuleNotFoundError when it is"),

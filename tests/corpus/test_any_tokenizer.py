@@ -263,7 +263,7 @@ def test_a_corpus_is_masked_by_ordinary_tokens(kind: PieceKind, tmp_path: Path) 
     shards = open_shards(tmp_path / "corpus", "train")
     assert sorted(document_tokens(shards)) == sorted(tuple(library_ids(kind, text)) for text in documents())
     masker = Masker(shards, MaskingConfig(scheme="whole_words"), sequence_length=32, max_predictions=0)
-    left_out = set(range(tokenizer.get_vocab_size())) - set(masker.ordinary.tolist())
+    left_out = set(range(tokenizer.get_vocab_size())) - set(masker.replacement_ids.tolist())
     names = {tokenizer.id_to_token(number) for number in left_out}
     marked = {"<unused0>", "<unused1>", *(f"<0x{byte:02X}>" for byte in range(256))} if kind == "mmbert" else set()
     assert names == {tokenizer.id_to_token(number) for number in special_ids(tokenizer).values()} | marked

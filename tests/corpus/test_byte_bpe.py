@@ -259,11 +259,11 @@ def test_whole_words_are_masked_together(corpus: Path) -> None:
     entries = read_vocabulary(corpus / "corpus" / "vocab.txt")
     assert is_byte_vocabulary(entries)
     hidden = np.zeros(len(rows.input_ids), bool)
-    hidden[masked.rows] = True
+    hidden[masked.indices] = True
     joined = [
         n
         for n in range(1, len(hidden))
-        if rows.ordinary[n - 1 : n + 1].all() and is_inside_word(*(entries[k] for k in rows.input_ids[n - 1 : n + 1]))
+        if rows.is_content[n - 1 : n + 1].all() and is_inside_word(*(entries[k] for k in rows.input_ids[n - 1 : n + 1]))
     ]
     assert (hidden[joined] == hidden[np.array(joined) - 1]).all()
     assert hidden[joined].sum() > 20

@@ -227,7 +227,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_o
     assert shards.special_ids == special_ids(make_tokenizer(kind))
     masker = Masker(shards, MaskingConfig(scheme="whole_words"), sequence_length=32, max_predictions=0)
     entries = entries_of(make_tokenizer(kind))
-    assert {entry for number, entry in enumerate(entries) if number not in masker.ordinary} == left_out
+    assert {entry for number, entry in enumerate(entries) if number not in masker.replacement_ids} == left_out
     vocabulary = masker._scheme.vocabulary
     assert not vocabulary.edges.continues[entries.index("\u0120the")]
     check_corpus(config)

@@ -335,7 +335,7 @@ def test_a_dry_run_reads_nothing_of_a_source_that_is_held_out(proxy, tmp_path, m
     assert [re.findall(r"(\w) [\d.]+% of the tokens, 0\.\d+ epochs", line) for line in lines] == [["a", "b"]] * 2
     config["phases"] = [{**one, "max_epochs": 1e-4} for one in config["phases"]]
     (line,) = reading_lines(PretrainConfig.model_validate({**config, "corpus": corpus}))[1:]
-    assert "with these means, the run would be rejected: phases.0.max_epochs (0.0001): the phase reads" in line
+    assert "with these mean lengths, the run would be rejected: phases.0.max_epochs (0.0001): the phase reads" in line
 
 
 def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path, monkeypatch):
@@ -352,7 +352,7 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
         assert [source["name"] for source in shards.sources] == ["a", "b"][:known]
         made = sampler(shards)
         plan = made.plan(np.arange(made.samples_per_epoch))
-        assert plan.ordinary.sum() == sum(len(shard.tokens) for shard in shards.shards)
+        assert plan.content_length.sum() == sum(len(shard.tokens) for shard in shards.shards)
         planned = PretrainConfig.model_validate({**config, "corpus": corpus})
         assert [one.mean_length for one in measured_phases(planned)] == [pytest.approx(plan.lengths.mean(), rel=0.02)]
         assert re.match(rf"length {LENGTH}: an epoch reads a token 1.000 times", reading_lines(planned)[0])

@@ -15,7 +15,7 @@ from pretrain.model import cost
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import grouped_op
 from pretrain.model.parameters import is_hidden_matrix, stacked_parts
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.objectives.distillation import DistillingModel
 from pretrain.objectives.replaced_tokens import ElectraModel
 from pretrain.planning import estimate, memory, work
@@ -94,7 +94,7 @@ def test_the_executed_flops_are_what_torch_counts(name: str, monkeypatch: pytest
     batch = dataclasses.replace(batch, masked_rows=rows)
     masked = len(batch.masked_rows)
     teacher = TEACHER if config.distillation.teacher else None
-    objective = objective_of(config, VOCABULARY, teacher)
+    objective = make_objective(config, VOCABULARY, teacher)
     expected = objective.executed_flops(batch.lengths, masked)
     if name == "checkpointing":
         assert objective.model_flops(batch.lengths, masked) < expected / 1.2
@@ -110,7 +110,7 @@ def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
     cost.count_layers.cache_clear()
     for lengths in ([64, 32], [17, 5, 3]):
-        objective_of(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
+        make_objective(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
     assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))
 
 
@@ -118,7 +118,7 @@ def test_padding_of_groups_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> No
     """On CPU, sequences of unequal lengths are attended in padded groups: a few per cent more than is counted."""
     shape = {**SHAPE, "layers": 2, "hidden": 256}
     config, batch = make_config(model=shape), make_batch([70, 81, 88, 93, 96, 96, 96, 96], VOCABULARY)
-    expected = objective_of(config, VOCABULARY).executed_flops(batch.lengths, len(batch.masked_rows))
+    expected = make_objective(config, VOCABULARY).executed_flops(batch.lengths, len(batch.masked_rows))
     measured = counted(config, batch, monkeypatch)
     assert 1.001 < measured / expected < 1.05
 
@@ -138,7 +138,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     weights = cost.parameter_count(shape, 30522, next_sentence=False).total
     assert memory.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
     phase = config.phases[0]
-    alone, taught = (work.phase_work(config, phase, 30522, frozen=one) for one in (None, shape))
+    alone, taught = (work.phase_work(config, phase, 30522, frozen_config=one) for one in (None, shape))
     assert taught.flops > 1.2 * alone.flops
     assert taught.executed > 1.2 * alone.executed
 

@@ -17,7 +17,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import fused_cross_entropy
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.objectives.distillation import DistillingModel, evenly_spaced_layers, student_shapes, student_weights
 from pretrain.objectives.objective import FrozenModel
 from tests.batches_by_hand import make_batch, next_sentence_logits
@@ -242,13 +242,13 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
 def test_teachers_that_do_not_fit(place: Place, changes: dict[str, Any], message: str) -> None:
     teacher = place.root / changes.pop("distillation__teacher", "teacher")
     with pytest.raises(InputError) as error:
-        objective_of(place.config(distillation__teacher=str(teacher), **changes)).check(read_frozen)
+        make_objective(place.config(distillation__teacher=str(teacher), **changes)).check(read_frozen)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> None:
     changes = {"model__hidden": 16, "distillation__initialize": False}
-    objective_of(place.config(**changes)).check(read_frozen)
+    make_objective(place.config(**changes)).check(read_frozen)
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]

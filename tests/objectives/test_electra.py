@@ -17,7 +17,7 @@ from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.released import read_released
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.objectives import objective_of, replaced_tokens
+from pretrain.objectives import make_objective, replaced_tokens
 from pretrain.objectives.replaced_tokens import (
     ElectraModel,
     Tokens,
@@ -107,7 +107,7 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
         corrupted[batch.masked_rows] = sampled
         logits = discriminator(padded(corrupted, batch), **given).logits[mask.bool()]
         tokens = Tokens.of(batch, corrupted, batch.token_keys)
-        torch.testing.assert_close(model.scores(tokens), logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(model.detection_logits(tokens), logits, atol=1e-5, rtol=1e-4)
     replaced = torch.zeros(len(corrupted))
     replaced[batch.masked_rows] = (sampled != batch.masked_labels).float()
     assert replaced.sum() > 0
@@ -156,7 +156,7 @@ def test_parameters_are_counted(embeddings: str) -> None:
     generator = sum(count for name, count in names.items() if name.startswith("generator."))
     expected = sum(names.values()) - generator, generator
     values = settings(Path("corpus"), Path("run"), electra=model.settings.model_dump(), model=SHAPE.model_dump())
-    counted = objective_of(PretrainConfig.model_validate(values), 60).parameters()
+    counted = make_objective(PretrainConfig.model_validate(values), 60).parameters()
     assert tuple(count for _, count, _ in counted) == expected
 
 

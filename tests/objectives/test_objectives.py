@@ -11,7 +11,7 @@ from corpora import make_corpus
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.released import read_released
 from pretrain.config import PretrainConfig, load_config
-from pretrain.objectives import REGISTRY, MaskedTokens, objective_metrics, objective_of
+from pretrain.objectives import REGISTRY, MaskedTokens, make_objective, objective_metrics
 from pretrain.planning import estimate
 from pretrain.reporting import report
 from tests.distributed import run_workers
@@ -75,7 +75,7 @@ def test_pages_show_its_metrics(run: Path) -> None:
 
 def test_its_cost_is_planned(run: Path) -> None:
     config = load_config(run / "config.yaml")
-    places, plain = objective_of(config, ROWS), objective_of(config.model_copy(update={"name": "plain"}), ROWS)
+    places, plain = make_objective(config, ROWS), make_objective(config.model_copy(update={"name": "plain"}), ROWS)
     assert isinstance(places, Places)
     assert type(plain) is MaskedTokens
     more = places.useful_flops([32, 20], 8) - plain.useful_flops([32, 20], 8)

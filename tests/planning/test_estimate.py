@@ -20,7 +20,7 @@ from pretrain.config import EngineConfig, ModelConfig, PhaseConfig, PretrainConf
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning import estimate, memory, roofline, work
 from pretrain.planning.text import mean_lengths
 from pretrain.run.continuation import Corpora
@@ -56,16 +56,18 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
 
 def test_flops_add_up_over_sequences():
     config = make_config(model=ModelConfig(size="mini"))
-    alone = [objective_of(config, 500).useful_flops([length], 3) for length in (20, 70)]
-    assert objective_of(config, 500).useful_flops([20, 70], 6) == pytest.approx(sum(alone))
+    alone = [make_objective(config, 500).useful_flops([length], 3) for length in (20, 70)]
+    assert make_objective(config, 500).useful_flops([20, 70], 6) == pytest.approx(sum(alone))
 
 
 def test_bert_large_flops_are_the_published_arithmetic():
     """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
     config = make_config(model=ModelConfig(size="large"), pairs={"objective": "none"})
-    encoder = objective_of(config, 30522).useful_flops([128], 0) / 128
+    encoder = make_objective(config, 30522).useful_flops([128], 0) / 128
     assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
-    assert (objective_of(config, 30522).useful_flops([128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
+    assert (make_objective(config, 30522).useful_flops([128], 1) - encoder * 128) / 1e6 == pytest.approx(
+        193.8, rel=1e-3
+    )
 
 
 def test_work_of_the_two_phase_recipe():
@@ -118,7 +120,7 @@ def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
 
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
-    assert memory.BUCKET == roofline.BUCKET == buckets.ENTRIES
+    assert memory.BUCKET == roofline.BUCKET == buckets.BUCKET_ENTRIES
     assert memory.MAX_IN_FLIGHT == gradient_sums.MAX_IN_FLIGHT
 
 

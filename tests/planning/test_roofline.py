@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pretrain.config import OptimizerConfig, PretrainConfig, load_config
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning import estimate, roofline
 from pretrain.planning.roofline import GPUS, StepTimes, step_times
 from pretrain.planning.work import phase_work
@@ -37,7 +37,7 @@ def times(
     config: PretrainConfig, gpu: str = "H100", workers: int = 8, vocabulary: int = 30_522, mean: float | None = None
 ) -> StepTimes:
     work = phase_work(config, config.phases[0], vocabulary, mean)
-    return step_times(objective_of(config, vocabulary), config.phases[0], work, GPUS[gpu], workers)
+    return step_times(make_objective(config, vocabulary), config.phases[0], work, GPUS[gpu], workers)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_products_are_the_counted_ones(model: dict[str, Any]):
     work = phase_work(config, config.phases[0], 30522)
     batch = roofline.CountedBatch.of(config, config.phases[0], work, 8)
     products = [*roofline.layer_products(config, batch), *roofline.head_products(config, 30522, batch)]
-    executed = objective_of(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
+    executed = make_objective(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
     length, shape = work.mean_length, config.model
     pairs = shape.depth * length**2 - length**2 * (1 - 1 / length - work.masked / length)
     attention = 12 * shape.hidden * pairs * batch.sequences

@@ -25,7 +25,7 @@ from finetune.training.config import TASKS, FinetuneConfig
 from pretrain.common.records import append_end_event, is_training, read_records
 from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import PretrainConfig
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.reporting import pages, report, workspace
 from pretrain.reporting.panels import panels, panels_for
 from pretrain.reporting.runs import read_runs
@@ -160,7 +160,7 @@ class TestPanels:
             ("none", {"electra__generator_width": 0.5}, 4, 2),
         ):
             values = pretraining(Path("corpus"), Path("run"), [(32, 8, 1)], pairs__objective=pairs, **changes)
-            objective = objective_of(PretrainConfig.model_validate(values))
+            objective = make_objective(PretrainConfig.model_validate(values))
             run: Any = SimpleNamespace(
                 progress=Progress(step=1, window=Window(totals=[1.0] * totals, counts=[1.0] * counts)),
                 engine=engine,

@@ -374,7 +374,7 @@ def _pretrain(root: Path, name: str, *options: str, stop: bool = False, **enviro
     else:
         # Small buckets, of which a model of this size has several.
         code = (
-            "import sys, pretrain.training.engine.buckets as b; b.ENTRIES = 40_000; "
+            "import sys, pretrain.training.engine.buckets as b; b.BUCKET_ENTRIES = 40_000; "
             "from finetune.cli import main; sys.exit(main(['pretrain', *sys.argv[1:]]))"
         )
         options = options if environment.get("RANK") else (*options, "--no-ray")

@@ -87,7 +87,7 @@ def record_sends(without_pairs: bool) -> list[list[Any]]:
         return send(received, sent, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "ENTRIES", 3000)
+        patch.setattr(buckets, "BUCKET_ENTRIES", 3000)
         patch.setattr(GradientSums, "_add", noted_add)
         patch.setattr(gradient_sums.dist, "all_to_all_single", noted_send)
         for stage in STAGES:
@@ -135,7 +135,7 @@ def train_with_late_gathers(stage: int) -> list[Any]:
 def train_with_gathers(stage: int, late: bool) -> Any:
     waited = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "ENTRIES", 3000)
+        patch.setattr(buckets, "BUCKET_ENTRIES", 3000)
         if late:
             gather = lambda whole, own, async_op: waited.append(len(whole)) or _Later(whole, own)  # noqa: E731
             patch.setattr(buckets, "all_gather", gather)
@@ -161,7 +161,7 @@ def test_no_layer_runs_before_its_weights_are_gathered(stage: int) -> None:
 def train_where_one_rank_lacks(rank: int) -> Any:
     """Two steps in which `rank` never has the NSP loss; the gradients' norms, and the moments of NSP's weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "ENTRIES", 3000)
+        patch.setattr(buckets, "BUCKET_ENTRIES", 3000)
         norms, moments = [], []
         for stage in STAGES:
             engine = make_engine(stage)

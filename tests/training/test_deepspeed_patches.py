@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pretrain.training.engine import deepspeed_patches
-from pretrain.training.engine.deepspeed_patches import CHECKED
+from pretrain.training.engine.deepspeed_patches import CHECKED_VERSION
 from tests.house import private_names, unlisted_private_names
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_modules_that_wait_for_others_are_there() -> None:
 
 
 def test_no_older_deepspeed_is_allowed_than_the_one_that_was_read() -> None:
-    assert f'"deepspeed>={CHECKED},' in (ROOT / "pyproject.toml").read_text()
+    assert f'"deepspeed>={CHECKED_VERSION},' in (ROOT / "pyproject.toml").read_text()
 
 
 def attributes(file: Path) -> set[str]:

@@ -242,7 +242,7 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_sums, "reduces_in_transit", lambda: on_the_way)
-        patch.setattr(buckets, "ENTRIES", 9000)  # several buckets
+        patch.setattr(buckets, "BUCKET_ENTRIES", 9000)  # several buckets
         patch.setattr(gradient_sums, "PIECE_ENTRIES", 5000)  # several pieces of some
         if not alone:
             patch.setattr(state_layouts, "uses_gradient_sums", lambda _: False)

@@ -177,7 +177,7 @@ def attached(store: Any, rank: int, size: int) -> HeartbeatExchange:
 @pytest.fixture
 def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are processes: each counts its starts."""
-    monkeypatch.setattr(heartbeats, "starts", iter(lambda: 0, 1))
+    monkeypatch.setattr(heartbeats, "exchange_ids", iter(lambda: 0, 1))
 
 
 @pytest.mark.usefixtures("same_start")

@@ -14,10 +14,10 @@ from pretrain.training.engine import gather_objects
 from pretrain.training.optim import (
     Muon,
     Segment,
+    assign_tensor_ids,
     cut_segments,
     make_optimizer,
     matrix_shapes,
-    number_tensors,
     parameter_groups,
 )
 from pretrain.training.optim import matrix_rounds as rounds
@@ -121,7 +121,7 @@ def test_it_takes_the_matrices_of_the_layers_only() -> None:
     assert sorted(name for name in SHAPES if is_hidden_matrix(name)) == sorted(MATRICES)
     assert not is_hidden_matrix("positions.table")
     shapes = matrix_shapes(SHAPES)
-    ids = number_tensors(SHAPES)
+    ids = assign_tensor_ids(SHAPES)
     assert [shapes[i] for i in ids["layers.0.qkv_weight"]] == [(8, 8)] * 3
     assert [shapes[i] for i in ids["layers.0.gated_in_weight"]] == [(20, 8)] * 2
     assert len(shapes) == 3 + 1 + 2 + 1 + 2
@@ -163,7 +163,7 @@ def flat_range(values: dict[str, torch.Tensor], first: int, last: int) -> torch.
 
 
 def segments_of(names: Sequence[str], first: int, last: int) -> list[Segment]:
-    ids, segments, offset = number_tensors(SHAPES), [], 0
+    ids, segments, offset = assign_tensor_ids(SHAPES), [], 0
     for name in names:
         numel = math.prod(SHAPES[name])
         low, high = min(max(first - offset, 0), numel), min(max(last - offset, 0), numel)

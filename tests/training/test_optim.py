@@ -16,12 +16,12 @@ from pretrain.training.optim import (
     Segment,
     StableAdamW,
     TensorwiseOptimizer,
+    assign_tensor_ids,
     cut_segments,
     learning_rate,
     make_optimizer,
-    number_tensors,
     parameter_groups,
-    square_sum,
+    sum_of_squares,
 )
 from tests.distributed import give_moments, of_whole_tensors
 
@@ -200,7 +200,7 @@ def test_lamb_takes_ratio_one_where_a_norm_is_zero():
 
 
 def test_cut_segments_splits_at_shard_and_tensor_borders():
-    ids = number_tensors(["w", "layers.0.qkv_weight"])["layers.0.qkv_weight"]
+    ids = assign_tensor_ids(["w", "layers.0.qkv_weight"])["layers.0.qkv_weight"]
     assert list(ids) == [1, 2, 3]
     assert cut_segments(ids, 30, 0, 30, 5) == [Segment(5, 15, 1), Segment(15, 25, 2), Segment(25, 35, 3)]
     assert cut_segments(ids, 30, 8, 21, 0) == [Segment(0, 2, 1, 8), Segment(2, 12, 2), Segment(12, 13, 3)]
@@ -211,7 +211,7 @@ def test_cut_segments_splits_at_shard_and_tensor_borders():
 def test_norms_of_long_tensors_are_exact():
     values = torch.rand(3_000_001, generator=torch.Generator().manual_seed(0))
     exact = values.double().square().sum()
-    assert abs(square_sum(values) / exact - 1) < 1e-6
+    assert abs(sum_of_squares(values) / exact - 1) < 1e-6
 
 
 def transformers_rates(phase: PhaseConfig) -> list[float]:

@@ -10,16 +10,16 @@ from pretrain.config import OptimizerConfig
 from pretrain.training.optim import (
     Muon,
     SkippingOptimizer,
+    assign_tensor_ids,
     cut_segments,
     lists,
     make_optimizer,
     matrix_shapes,
     muon,
-    number_tensors,
     parameter_groups,
-    square_sum,
-    square_sums,
     stable_adamw,
+    sum_of_squares,
+    sums_of_squares,
     tensorwise,
 )
 from tests import launches
@@ -54,7 +54,7 @@ def test_the_norm_of_the_gradients_has_few_kernels() -> None:
 def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
     """The weights after four steps, of which every other has large gradients."""
     generator, named = torch.Generator().manual_seed(1), make_parameters()
-    ids, segments = number_tensors(named), {}
+    ids, segments = assign_tensor_ids(named), {}
     optimizer = make_optimizer(OptimizerConfig.model_validate(values), parameter_groups(named.items(), 0.1))
     for group in optimizer.param_groups:
         group["lr"] = 0.02
@@ -88,7 +88,7 @@ def test_many_tensors_at_a_time_step_as_one_does(kind: str, flat: bool, monkeypa
     values = {"name": kind}
     one_at_a_time = train(values, flat=flat)
     for module in (lists, tensorwise, stable_adamw, muon):
-        monkeypatch.setattr(module, "in_lists", lambda _: True)
+        monkeypatch.setattr(module, "uses_foreach", lambda _: True)
     torch.testing.assert_close(train(values, flat=flat), one_at_a_time, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(lists, "BATCH_ENTRIES", 300)
     torch.testing.assert_close(train(values, flat=flat), one_at_a_time, rtol=1e-5, atol=1e-6)
@@ -96,10 +96,10 @@ def test_many_tensors_at_a_time_step_as_one_does(kind: str, flat: bool, monkeypa
 
 def test_norms_of_lists_are_those_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 70, 70_000)]
-    expected = torch.stack([square_sum(x) for x in values])
-    assert square_sums(values).equal(expected)
-    monkeypatch.setattr(tensorwise, "in_lists", lambda _: True)
-    torch.testing.assert_close(square_sums(values), expected, rtol=1e-5, atol=0)
+    expected = torch.stack([sum_of_squares(x) for x in values])
+    assert sums_of_squares(values).equal(expected)
+    monkeypatch.setattr(tensorwise, "uses_foreach", lambda _: True)
+    torch.testing.assert_close(sums_of_squares(values), expected, rtol=1e-5, atol=0)
 
 
 # ---- a step that is left out on the device, and a step that is taken is the one without a flag

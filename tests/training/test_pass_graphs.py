@@ -61,7 +61,7 @@ class RepeatedPasses(PassGraphs):
                 bucket.filled = marked
 
         graph: Any = type("Graph", (), {"replay": staticmethod(replay)})()
-        return graphs_module._Recorded(graph, batch, totals, reached)
+        return graphs_module._Recording(graph, batch, totals, reached)
 
 
 def loss_and_totals(output: Losses, weights: Any) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ def of_base(sequences: int, **engine: Any) -> PretrainConfig:
         (of_base(512), ["NVIDIA H200"] * 16, True, "launched and"),
         (of_base(32), ["NVIDIA H200", "NVIDIA L4"], False, "launched and"),  # whose kernels take longer
         (of_base(32), ["NVIDIA H200", "NVIDIA T4"], False, "the dry run does not know NVIDIA T4"),
-        (of_base(32, precision="fp16"), ["NVIDIA H200"], False, "it needs bf16, not fp16"),
+        (of_base(32, precision="fp16"), ["NVIDIA H200"], False, "recording needs bf16, not fp16"),
         (of_base(32, zero_stage=2), ["NVIDIA H200"], False, "engine.zero_stage is 2"),
         (of_base(32, deepspeed={"steps_per_print": 5}), ["NVIDIA H200"], False, "engine.deepspeed is set"),
         (of_base(512, cuda_graphs=True), ["NVIDIA H200"], True, "as configured"),

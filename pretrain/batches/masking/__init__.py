@@ -1,7 +1,7 @@
-"""Masked language modeling, Devlin et al. section 3.1, on concatenated sequences.
+"""Masking for masked language modeling (Devlin et al. 2019, section 3.1), on concatenated sequences.
 
-The masked tokens and their replacements depend only on the sample's key and the position (invariant 1). Every module
-of this package is a masking scheme: its class `Scheme` chooses the tokens, and a config names the scheme by the module.
+Masked tokens and replacements depend only on a sample's key and the position (invariant 1 in docs/invariants.md). Every
+module of this package is a masking scheme, which a config selects by name: its class `Scheme` chooses the tokens.
 docs/extend/add-a-masking-scheme.md shows how to add one.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.batches.order import draw
-from pretrain.batches.plan import Rows
+from pretrain.batches.plan import PackedTokens
 from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import Contract
@@ -26,8 +26,8 @@ from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
-_TOKENS = 1 << 32  # counter of `draw`; not used in pairs.py or scheme.py
-# Unused entries of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
+_TOKENS = 1 << 32  # counter for `draw`; pairs.py and scheme.py use other counters
+# Unused vocabulary entries of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
 _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
 
@@ -35,23 +35,23 @@ _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|
 class MaskingResult:
     """The result of masking S sequences of T tokens, K of them masked."""
 
-    input_ids: np.ndarray  # int64 [T]
-    rows: np.ndarray  # int64 [K], ascending
-    labels: np.ndarray  # int64 [K]
-    token_keys: np.ndarray  # int32 [T]
+    input_ids: np.ndarray  # int64 [T], after masking
+    indices: np.ndarray  # int64 [K], ascending indices of the masked tokens
+    labels: np.ndarray  # int64 [K], ids of the masked tokens before masking
+    token_keys: np.ndarray  # int32 [T], random bits of each token, to seed dropout
 
 
 class Masker:
-    """Masks tokens of sequences: in each, at most as many as `counts` returns, and no special tokens.
+    """Masks tokens of sequences: in each sequence, at most as many as `counts` returns, and no special tokens.
 
     Args:
-        text: a corpus, or a vocabulary to mask text outside of a corpus.
-        masking: the scheme and its shares.
+        text: the corpus; for text that is not from a corpus, its vocabulary.
+        masking: the scheme, and the shares of tokens to mask and replace.
         sequence_length: maximum sequence length.
-        max_predictions: maximum tokens to predict in a sequence; 0 for the masking share of `sequence_length`.
+        max_predictions: maximum tokens to predict in a sequence; 0 means the masking share of `sequence_length`.
 
-    The methods' argument `share`, float64 [S], is the share of tokens to predict in each sequence, by default
-    `masking.probability`. Raises `InputError` if vocab.txt does not match the shards.
+    In all methods, `share`, float64 [S], is the share of tokens to predict in each sequence, by default
+    `masking.probability`. The constructor raises `InputError` if vocab.txt does not match the shards.
     """
 
     def __init__(
@@ -65,37 +65,37 @@ class Masker:
         self._probability, self._sequence_length = masking.probability, sequence_length
         self._max_predictions = max_predictions
         vocabulary = text if isinstance(text, MaskingVocabulary) else _vocabulary(text)
-        self.ordinary = vocabulary.ordinary
+        self.replacement_ids = vocabulary.replacement_ids
         self._scheme: MaskingScheme = load_kind(__name__, masking.scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
 
     @classmethod
     def without_corpus(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
-        """Return a masker that masks single tokens, for text outside of a corpus."""
+        """Return a masker that masks single tokens, for text that is not from a corpus."""
         masking = MaskingConfig(probability=share)
         return cls(vocabulary, masking, sequence_length=sequence_length, max_predictions=0)
 
     def counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the number of masked tokens in sequences of these `lengths`: a maximum unless `has_exact_counts`."""
+        """Return the number of masked tokens in sequences of `lengths`: exact if `has_exact_counts`, else a maximum."""
         return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
-    def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
-        """Mask `rows`. `key` has the key of each sample, uint64 [S]."""
-        bits = _token_bits(rows, key)
-        chosen = self._choose(rows, bits, share)
-        labels = rows.input_ids[chosen]
-        input_ids = rows.input_ids.copy()
+    def apply(self, tokens: PackedTokens, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
+        """Mask `tokens`; `key` is the random key of each sequence, uint64 [S]."""
+        bits = _token_bits(tokens, key)
+        chosen = self._choose(tokens, bits, share)
+        labels = tokens.input_ids[chosen]
+        input_ids = tokens.input_ids.copy()
         input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
         return MaskingResult(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
-    def count(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> int:
+    def count(self, tokens: PackedTokens, key: np.ndarray, share: np.ndarray | None = None) -> int:
         """Return the number of tokens that `apply` would mask."""
-        return len(self._choose(rows, _token_bits(rows, key), share))
+        return len(self._choose(tokens, _token_bits(tokens, key), share))
 
-    def _choose(self, rows: Rows, bits: np.ndarray, share: np.ndarray | None) -> np.ndarray:
-        return self._scheme.choose(rows, bits, self._limits(np.diff(rows.starts), share))
+    def _choose(self, tokens: PackedTokens, bits: np.ndarray, share: np.ndarray | None) -> np.ndarray:
+        return self._scheme.choose(tokens, bits, self._limits(np.diff(tokens.starts), share))
 
     def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
         """Return the maximum tokens to predict in sequences of these `lengths`, at least 1; int64 [S]."""
@@ -104,16 +104,16 @@ class Masker:
         return np.clip(np.rint(shares * lengths).astype(np.int64), 1, np.maximum(1, limit))
 
 
-def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
+def find_replacement_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
     """Return the ids that may replace a token (int64, ascending): all but special, unused and byte-fallback entries."""
     excluded = set(special)
-    ids = [number for number, entry in enumerate(entries) if number not in excluded and not _UNUSED.fullmatch(entry)]
+    ids = [index for index, entry in enumerate(entries) if index not in excluded and not _UNUSED.fullmatch(entry)]
     return np.array(ids, np.int64)
 
 
-def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:
-    """Return 64 random bits per token, uint64 [T]. The upper half is the token key, the lower half shuffles tokens."""
-    return draw(draw(key, _TOKENS)[rows.sequence], rows.positions)
+def _token_bits(tokens: PackedTokens, key: np.ndarray) -> np.ndarray:
+    """Return 64 random bits per token, uint64 [T]. The upper half is the token key; the lower shuffles the tokens."""
+    return draw(draw(key, _TOKENS)[tokens.sequence], tokens.positions)
 
 
 def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
@@ -125,12 +125,12 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
             "Restore the vocabulary they were made with, or prepare the corpus again."
         )
     spell = speller(entries)
-    # Released vocabularies have special tokens without a role, such as <|endoftext|>.
-    without_role = special_added_ids(shards.folder) if spell else ()
-    ordinary = ordinary_ids(entries, {*shards.special_ids.values(), *without_role})
-    if not len(ordinary):
+    # Released vocabularies have special tokens that no model input uses, such as <|endoftext|>.
+    unused_special = special_added_ids(shards.folder) if spell else ()
+    replacement_ids = find_replacement_ids(entries, {*shards.special_ids.values(), *unused_special})
+    if not len(replacement_ids):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     # Japanese checkpoints expect text that is already segmented into words, and do not split at ideographs.
     is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
     edges = word_edges(entries, spell, is_segmented=is_segmented)
-    return MaskingVocabulary(shards.special_ids["mask"], ordinary, edges, entries)
+    return MaskingVocabulary(shards.special_ids["mask"], replacement_ids, edges, entries)

@@ -1,8 +1,8 @@
 """Buckets: optimizer groups so small that their communication overlaps with the forward and backward pass.
 
-ZeRO gives each rank one range of every group's flat weights. With one group of all matrices, the ranges of all ranks
-are complete only after the last gradient. With one group per bucket, each rank has a range of every bucket. So a bucket
-can be sent once the backward pass has filled it, and its weights are gathered just before the forward pass needs them.
+ZeRO gives each rank one range of every group's flat weights. With a single group of all matrices, no rank's range is
+sure to be complete before the last gradient. With one group per bucket, each rank has a range of every bucket. So a
+bucket is sent once the backward pass has filled it, and its weights are gathered just before they are used.
 """
 
 import time
@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ENTRIES = 10_000_000  # per bucket, 20 MB in half precision: larger buckets save no time
+BUCKET_ENTRIES = 10_000_000  # maximum entries of a bucket, 20 MB in half precision: larger ones save no time
 # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str], entries: int) -> None:
-    """Replace the groups of `optimizer` by buckets of at most `entries`, in the order in which they become complete.
+    """Replace the groups of `optimizer` by buckets, in the order in which the backward pass completes them.
 
-    A parameter is never divided; a larger one gets a separate bucket.
+    A parameter is never divided; one that is larger than a bucket gets a separate bucket.
 
     Args:
-        optimizer: its groups have `names`.
-        forward_order: the names of all parameters, in the order in which the forward pass needs them.
-        entries: the size of a bucket.
+        optimizer: an optimizer whose param groups have an entry `names`, one name per parameter.
+        forward_order: the names of all parameters, in the order in which the forward pass uses them.
+        entries: maximum number of entries of a bucket.
     """
-    order = {name: number for number, name in enumerate(forward_order)}
+    order = {name: index for index, name in enumerate(forward_order)}
     buckets = [bucket for group in optimizer.param_groups for bucket in _buckets(group, order, entries)]
     optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(order[name] for name in bucket["names"]))
 
@@ -55,40 +55,40 @@ class WeightGather:
     layer) waits for its buckets before it runs; the model waits for the buckets outside of all blocks.
 
     Attributes:
-        waited: seconds that this process has waited; 0 on a GPU, where the device waits.
+        waited_seconds: time that this process has waited; 0 on a GPU, where the device waits.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Parameter], Tensor]]) -> None:
-        """`buckets` are (parameters, their flat weights); a flat tensor consists of equal parts, one per rank."""
+        """`buckets` are (parameters, their flat weights); flat weights consist of equal parts, one per rank."""
         self._flats = [flat for _, flat in buckets]
-        self._pending: dict[int, Any] = {}  # handles, by bucket number
-        self.waited = 0.0
+        self._pending: dict[int, Any] = {}  # handles of collectives, by index of the bucket
+        self.waited_seconds = 0.0
         if dist.get_world_size() == 1:
             self._order: list[int] = []
             return
-        bucket_of = {id(p): number for number, (parameters, _) in enumerate(buckets) for p in parameters}
+        bucket_of = {id(p): index for index, (parameters, _) in enumerate(buckets) for p in parameters}
         blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = {bucket_of[id(p)] for p in model.parameters() if id(p) not in inside}
         needs = [(model, outside)]
         needs += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
-        self._order = list(dict.fromkeys(number for _, numbers in needs for number in sorted(numbers)))
-        for module, numbers in needs:
-            module.register_forward_pre_hook(lambda *_, numbers=frozenset(numbers): self._wait(numbers))
+        self._order = list(dict.fromkeys(index for _, indices in needs for index in sorted(indices)))
+        for module, indices in needs:
+            module.register_forward_pre_hook(lambda *_, indices=frozenset(indices): self._wait(indices))
 
     def start(self) -> None:
         """Start gathering all weights, after this rank has updated its part of each bucket."""
-        for number in self._order:
-            flat = self._flats[number]
+        for index in self._order:
+            flat = self._flats[index]
             part = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
-            self._pending[number] = all_gather(flat, part, async_op=True)
+            self._pending[index] = all_gather(flat, part, async_op=True)
 
     def finish(self) -> None:
         """Wait until all weights are gathered."""
         self._wait(frozenset(self._order))
 
-    def _wait(self, numbers: frozenset[int]) -> None:
+    def _wait(self, indices: frozenset[int]) -> None:
         started = time.perf_counter()
-        for number in [n for n in self._pending if n in numbers]:
-            self._pending.pop(number).wait()
-        self.waited += time.perf_counter() - started
+        for index in [i for i in self._pending if i in indices]:
+            self._pending.pop(index).wait()
+        self.waited_seconds += time.perf_counter() - started

@@ -8,7 +8,7 @@ import torch
 
 from pretrain.config import EngineConfig
 from pretrain.training.engine import state_layouts
-from pretrain.training.engine.buckets import ENTRIES
+from pretrain.training.engine.buckets import BUCKET_ENTRIES
 
 logger = logging.getLogger(__name__)
 
@@ -16,41 +16,40 @@ _NEVER_STEPS = 1 << 60
 
 
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
-    """Return DeepSpeed's config for `settings`; the user's `deepspeed:` section overrides it, key by key."""
+    """Return DeepSpeed's config for `settings`; the user's `engine.deepspeed` section overrides it, key by key."""
     half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
     uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
     config: dict[str, Any] = {
-        # The loader decides the sizes of micro-batches and their number per step: these three only have to be
-        # consistent.
+        # The loader decides the number and sizes of micro-batches, so these three values only have to be consistent.
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _NEVER_STEPS,
         # This timer would synchronize with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
-        # If the layout clips, clipping again would cost another collective.
+        # If the state layout clips gradients, clipping again would cost another collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
             "overlap_comm": torch.cuda.is_available() and not uses_gradient_sums,
-            # Align weights to 16 bytes for cuBLAS's fast kernels; compiled code would copy others in each call.
+            # Align weights to 16 bytes for cuBLAS's fast kernels; compiled code copies unaligned weights in each call.
             "parameter_alignment": True,
-            "reduce_bucket_size": ENTRIES,
-            # If the user's section makes DeepSpeed sum gradients in stages 1 and 2, each is sent to its owner only,
-            # with half the bytes of an all-reduce.
+            "reduce_bucket_size": BUCKET_ENTRIES,
+            # If the user's section makes DeepSpeed sum gradients in stages 1 and 2, send each only to its owner, which
+            # takes half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
-            # Stage 3: gather small parameters together with others, not one by one.
+            # In stage 3, gather small parameters together with others, not one by one.
             "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": ENTRIES,
+            "stage3_prefetch_bucket_size": BUCKET_ENTRIES,
         },
         settings.precision if half else "fp16": {"enabled": half},
     }
     if settings.precision == "bf16":
         config["bf16"]["check_grad_overflow"] = True
     if half and layout.has_sum_buffer:
-        # A sum of many micro-batches with 8 bits of mantissa would lose the later ones.
+        # A sum over many micro-batches in bf16, with 8 bits of precision, would lose the later gradients.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = _merge(config, settings.deepspeed)
     if uses_gradient_sums or (

@@ -2,7 +2,7 @@
 
 The other files of this folder use DeepSpeed's public interface: its engine's methods, the tensors that it passes to our
 optimizer, and its optimizer wrapper's `step`. After an upgrade of DeepSpeed, the tests report removed names; review the
-others in its source and update `CHECKED`.
+remaining ones in its source, and update `CHECKED_VERSION`.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
+CHECKED_VERSION = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
 
-# Prefixes of modules in whose functions a rank waits for others. `GATHERING_MODULES` (ZeRO 3) only match the innermost
-# frame, since the `wait` of a gathered parameter's handle has no frame.
+# Prefixes of modules in whose functions a rank waits for other ranks. `GATHERING_MODULES` (ZeRO 3) only match the
+# innermost frame, since the `wait` of a gathered parameter's handle has no Python frame.
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 
-_PART_MULTIPLE = 8  # the entries of a rank's part of the weights are a multiple of this
+_PART_MULTIPLE = 8  # the number of entries in a rank's part of the weights is a multiple of this
 
 
 # ---- the library
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed, configured not to use ops that it would have to compile first."""
+    """Import DeepSpeed, configured not to use C++ and CUDA ops that it would have to compile first."""
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -40,7 +40,7 @@ def import_deepspeed() -> Any:
 
         deepspeed.accelerator.get_accelerator()
     if not torch.cuda.is_available():
-        # Disable the shared-memory collectives for CPU. Not on GPUs, where reading the list would compile all ops.
+        # Disable the shared-memory collectives for CPU. On a GPU, reading this list would compile all ops.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer: Any = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
     optimizer.nccl_start_alignment_factor = property(lambda _: _PART_MULTIPLE, lambda *_: None)
@@ -84,10 +84,10 @@ def use_world_group() -> None:
 
 
 def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
-    """Make stage 1 or 2 only call `add` for each gradient, with its parameter and its group's number."""
+    """Make stage 1 or 2 call only `add` for each gradient, with its parameter and the index of its group."""
     for name, replacement in (("process_gradients", add), ("independent_gradient_partition_epilogue", lambda: None)):
         if not hasattr(wrapper, name):  # setting it would have no effect
-            raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
+            raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED_VERSION} has")
         setattr(wrapper, name, replacement)
 
 

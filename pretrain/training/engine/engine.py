@@ -1,8 +1,8 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
 A loss is already divided by its count over all ranks and micro-batches, so gradients are only summed: in ZeRO 1 and 2
-by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers; its averaging over
-micro-batches is disabled.
+by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers, and disables its
+averaging over micro-batches.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-MIN_DIVIDED = 1 << 14  # entries; smaller tensors are read whole by every rank when a ZeRO-0 run resumes
+MIN_DIVIDED = 1 << 14  # entries; when a ZeRO-0 run resumes, every rank reads smaller tensors in full
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Usage(NamedTuple):
 
     Attributes:
         memory_bytes: peak device memory on CUDA, peak resident set elsewhere.
-        waited_seconds: time in forward passes spent waiting for weights of other ranks (CPU, ZeRO 1 and 2).
+        waited_seconds: time that forward passes waited for weights of other ranks (CPU, ZeRO 1 and 2).
     """
 
     memory_bytes: int
@@ -73,17 +73,17 @@ class Usage(NamedTuple):
 
 
 class ProgressWatch(Protocol):
-    """An observer of a run's progress, such as `pretrain.training.watchdog.Watchdog`."""
+    """An observer of a run's progress: `pretrain.training.watchdog.Watchdog`."""
 
     def beat(self) -> None:
         """Record that the engine makes progress."""
 
     def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Wrap work without progress that may take `seconds`."""
+        """Return a context for work that may take `seconds` without progress."""
         ...
 
     def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Wrap a wait for data or storage; `what` names it."""
+        """Return a context for a wait for data or storage; `what` names what it waits for."""
         ...
 
 
@@ -91,20 +91,20 @@ class Engine:
     """A model under DeepSpeed ZeRO.
 
     Args:
-        model: with parameters in fp32 on any device; DeepSpeed casts and moves them.
-        make_optimizer: maps (name, parameter) pairs to an optimizer whose groups have `names`, and `lr_scale` if a
-            group's learning rate differs from the run's by this factor.
-        settings: stage, precision, clipping and the section for DeepSpeed.
+        model: the model, with fp32 parameters on any device; DeepSpeed casts and moves them.
+        make_optimizer: function that maps (name, parameter) pairs to an optimizer. Its param groups have an entry
+            `names`, and `lr_scale` if their learning rate differs from the run's by this factor.
+        settings: ZeRO stage, precision, clipping and the section for DeepSpeed.
         watch: observer of progress and waits.
 
     Attributes:
         shapes: the parameters' shapes, by name.
         module: the model as wrapped by DeepSpeed.
         averaged: number of steps in the running mean of the weights.
-        variant: key of everything but parameters and batches that passes depend on; each has separate recordings.
+        variant: key of whatever passes depend on besides parameters and batches; each value has separate recordings.
         workers: all ranks.
-        watch: the argument.
-        loss_scale: for fp16; None in other precisions.
+        watch: the argument `watch`.
+        loss_scale: the loss scale of fp16; None in other precisions.
         uses_cuda_graphs: whether passes run as CUDA graphs: `graphed_pass` then replaces `forward` and `backward`.
 
     Raises:
@@ -133,17 +133,17 @@ class Engine:
         self._optimizer = make_optimizer(named)
         uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
         if uses_gradient_sums:
-            buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
+            buckets.divide_groups(self._optimizer, list(self.shapes), buckets.BUCKET_ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
         self._deepspeed = _initialize(
             deepspeed, model, self._optimizer, deepspeed_config(settings, self.world_size), settings
         )
-        return_freed_memory()  # of the whole fp32 model, which ZeRO has now partitioned
+        return_freed_memory()  # memory of the whole fp32 model, which ZeRO has now partitioned
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self.workers = RankGroup(self.rank, self.world_size, self.device)
         self.loss_scale = LossScale.of(settings.deepspeed.get("fp16") or {}) if settings.precision == "fp16" else None
-        parts = LayoutInputs(
+        inputs = LayoutInputs(
             deepspeed=self._deepspeed,
             optimizer=self._optimizer,
             names=names,
@@ -156,7 +156,7 @@ class Engine:
             uses_gradient_sums=uses_gradient_sums,
             sum_over_workers=self.workers.sum_over_workers,
         )
-        self.layout = layout_class(settings)(parts)
+        self.layout = layout_class(settings)(inputs)
         self._set_loss_scale()
         self.sums = self.layout.sums
         if self.sums is not None and self.sums.accepts_sparse:
@@ -180,11 +180,11 @@ class Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of `loss`, this rank's share of the global loss.
 
-        `last`: whether the micro-batch is the last of the step.
+        `last` tells whether the micro-batch is the last of the step.
         """
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self.sums is None:  # DeepSpeed's reduction divides by the number of workers
-            # The fp16 loss scale, unless DeepSpeed applies it.
+            # Apply the fp16 loss scale, unless DeepSpeed does.
             scale = 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
             self._deepspeed.backward(loss * (self.world_size * scale), scale_wrt_gas=False)
             return
@@ -204,12 +204,12 @@ class Engine:
         """Run the forward and backward pass of a micro-batch, if `uses_cuda_graphs`.
 
         Args:
-            batch: on the device; batches have few different shapes.
-            weights: of the losses.
-            compute: maps the module's output and the weights on the device to this rank's share of the global loss and
-                the totals; the same function in each call.
+            batch: the micro-batch, on the device; batches should have few different shapes.
+            weights: weights of the losses.
+            compute: function that maps the module's output and the weights on the device to (this rank's share of the
+                global loss, the totals); must be the same function in each call.
             last: whether this is the last micro-batch of the step.
-            timed: context manager around the work that does not wait for other ranks.
+            timed: returns a context manager for the work that does not wait for other ranks.
 
         Returns:
             The totals.
@@ -231,9 +231,9 @@ class Engine:
             self._deepspeed.optimizer.override_loss_scale(self.loss_scale.cur_scale)
 
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
-        """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way.
+        """Clip gradients, step the optimizer unless a gradient is not finite, and clear the gradients.
 
-        `weight_decay` is set in the groups with `decays`; None leaves it unchanged.
+        `weight_decay` applies to the param groups with `decays`; None leaves it unchanged.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -246,20 +246,20 @@ class Engine:
         return StepResult(norm)
 
     def scale_updates(self, name: str, entries: int, factor: float) -> None:
-        """Scale all future updates of a parameter's first `entries` by `factor`; 0 keeps the entries bit for bit."""
+        """Scale all future updates of a parameter's first `entries` by `factor`; 0 leaves them bit-identical."""
         tensors = [
             fragment.tensors["weight"][: entries - fragment.start]
             for fragment in self.fragments()
             if fragment.name == name and fragment.start < entries
         ]
-        before: list[Tensor] = []
+        old_weights: list[Tensor] = []
 
         def keep(*_: Any) -> None:
-            before[:] = [weights.clone() for weights in tensors]
+            old_weights[:] = [weights.clone() for weights in tensors]
 
         @torch.no_grad()
         def scale(*_: Any) -> None:
-            for weights, old in zip(tensors, before, strict=True):
+            for weights, old in zip(tensors, old_weights, strict=True):
                 weights.copy_(old.lerp(weights, factor) if factor else old)
 
         self._optimizer.register_step_pre_hook(keep)
@@ -270,18 +270,18 @@ class Engine:
         yield from self.layout.fragments()
 
     @torch.no_grad()
-    def average(self, number: int) -> None:
-        """Add the current weights to their running fp32 mean, "average" in `fragments`.
+    def average(self, count: int) -> None:
+        """Add the current weights to their running fp32 mean, which is "average" in `fragments`.
 
         Args:
-            number: this step's number in the mean: 1 starts a new mean, 0 removes it.
+            count: number of steps in the mean, including this one: 1 starts a new mean, 0 removes it.
         """
-        if not number and not self.averaged:
+        if not count and not self.averaged:
             return
-        self.averaged = self.averaged + 1 if number > 1 else number
+        self.averaged = self.averaged + 1 if count > 1 else count
         for flat in self.layout.flats():
             state = self._optimizer.state[flat]
-            if not number:
+            if not count:
                 del state[AVERAGE]
             elif self.averaged == 1:
                 state[AVERAGE] = flat.detach().clone()
@@ -299,8 +299,8 @@ class Engine:
         """Load weights, moments and averages from `reader`.
 
         Args:
-            reader: the saved fragments.
-            state: the result of `state` when they were saved; None for a new run.
+            reader: reader of the saved fragments.
+            state: what `state` returned when they were saved; None for a new run.
         """
         state = state or {}
         self.averaged = state.get("averaged", 0)
@@ -320,8 +320,8 @@ class Engine:
             self._set_loss_scale()
 
     def state(self) -> dict[str, Any]:
-        """Return a checkpoint's state except `fragments`: counts, fp16's loss scale and all parameters' shapes."""
-        updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # without skipped steps
+        """Return the part of a checkpoint besides `fragments`: counts, fp16's loss scale and all parameters' shapes."""
+        updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # skipped steps are not counted
         return {
             "updates": int(updates.item()),
             "scaler": self.loss_scale.state() if self.loss_scale else {},
@@ -337,7 +337,7 @@ class Engine:
             memory = torch.cuda.max_memory_allocated(self.device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Usage(memory, self.layout.waited())
+        return Usage(memory, self.layout.waited_seconds())
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
@@ -361,7 +361,7 @@ class Engine:
         return whole[:numel]
 
     def _describe_shards(self) -> None:
-        """Describe ZeRO's flat tensors to an optimizer whose step depends on whole tensors."""
+        """Tell an optimizer whose step depends on whole tensors which of them ZeRO's flat tensors contain."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
             reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
@@ -377,7 +377,7 @@ class Engine:
             )
 
     def _prepare_moments(self) -> None:
-        """Set the moments and step counts of all master tensors to zero, undoing any step of DeepSpeed."""
+        """Set the moments and step counts of all master weights to zero, which undoes any step that DeepSpeed took."""
         muon = isinstance(self._optimizer, Muon)
         matrices = {piece.flat for piece in self.layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self.layout.flats():
@@ -406,6 +406,6 @@ def _initialize(
 
 
 def _raised_in_our_code(error: Exception) -> bool:
-    """Return whether the innermost frame is in this package: DeepSpeed calls our optimizers and patches."""
+    """Return whether the innermost frame is in this package, since DeepSpeed calls our optimizers and patches."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]

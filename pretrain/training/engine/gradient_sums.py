@@ -12,34 +12,34 @@ from torch import Tensor, nn
 
 from pretrain.model.encoder import Embeddings
 from pretrain.training.engine import deepspeed_patches
-from pretrain.training.engine.buckets import ENTRIES
-from pretrain.training.optim import square_sums
+from pretrain.training.engine.buckets import BUCKET_ENTRIES
+from pretrain.training.optim import sums_of_squares
 
-PIECE_ENTRIES = ENTRIES  # per collective; larger pieces save no time, and each is copied three times
-_SUM_ENTRIES = 1 << 20  # of gradients added by one operation
-MAX_IN_FLIGHT = 8  # pieces sent simultaneously, 160 MB in half precision
+PIECE_ENTRIES = BUCKET_ENTRIES  # entries per collective; larger pieces save no time, and each is copied three times
+_SUM_ENTRIES = 1 << 20  # entries that one addition on a CPU takes
+MAX_IN_FLIGHT = 8  # maximum pieces sent simultaneously, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduces_in_transit() -> bool:
-    """Return whether the backend sums the workers' parts. Not gloo, which would round more often."""
+    """Return whether the backend should sum the workers' parts. It is false for gloo, which would round more often."""
     return dist.get_backend() != "gloo"
 
 
 class GradientSums:
     """The fp32 gradient sums of ZeRO 1 and 2.
 
-    Each gradient is added when it is computed. A bucket is sent to its owners as soon as it is complete, during the
-    backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which does not keep whole sums). All ranks
-    send the same buckets in the same order, whatever the order of their gradients.
+    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A bucket is sent to
+    the owners once complete, in the backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which
+    does not keep whole sums). All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
-    precision in the process, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is
-    rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts along its ring and rounds each
-    sum; this takes one collective per piece, for any number of workers. DeepSpeed needs one per piece and owner, and
-    waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
+    precision, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is rounded
+    once, before it is sent, and the owner's part is not rounded. NCCL adds parts along its ring and rounds each sum,
+    but needs only one collective per piece. DeepSpeed needs one per piece and owner, and waits for the device before
+    each (stage_1_and_2.py, allreduce_and_copy).
 
     Attributes:
         local_parts: fp32 [entries of the part], this rank's part of each bucket's sums, complete after `finish`.
@@ -57,31 +57,31 @@ class GradientSums:
         Args:
             deepspeed: DeepSpeed's engine, in stage 1 or 2.
             buckets: (parameters, their flat weights) of each optimizer group.
-            whole: each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
+            whole: whether each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
         """
         self._sent_dtype = deepspeed.communication_data_type  # by default the dtype of the weights
         self._whole = whole or dist.get_world_size() == 1
         self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
         self.local_parts = [bucket.part for bucket in self._buckets]
-        self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
+        self._to_send: deque[_Bucket] = deque()  # buckets to send in this backward pass, in order
         self._pending: deque[_InFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
     def accepts_sparse(self) -> bool:
-        """Return whether embedding gradients may be sparse rows, which are summed in fp32 here."""
+        """Return whether gradients of embeddings may be sparse tensors; their rows are summed in fp32."""
         return self._whole
 
     def nonzero(self) -> list[Tensor]:
-        """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
+        """Return `local_parts`, but only the rows with gradients of a table that has sparse gradients."""
         tables = map(self.table, range(len(self.local_parts)))
         return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.local_parts, tables, strict=True)]
 
-    def table(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Return (sums [V, H], numbers of the rows with gradients) of a bucket with one table and sparse gradients."""
-        bucket = self._buckets[number]
-        # Not on a GPU: the host would have to wait for it, and a GPU reads a whole table in microseconds.
+    def table(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return (sums [V, H], indices of the rows with gradients) if a bucket is one table with sparse gradients."""
+        bucket = self._buckets[index]
+        # On a GPU, the host would have to wait for the indices, and the GPU reads a whole table in microseconds.
         if bucket.rows is None or bucket.shape is None or not bucket.part.is_cpu:
             return None
         return bucket.part[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
@@ -96,25 +96,25 @@ class GradientSums:
         for parameter, gradient in gradients:
             self._bucket_of[id(parameter)].add(parameter, gradient)
 
-    def mark(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that kernels replayed by the device have added gradients of `parameters`."""
+    def mark_filled(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record that replayed kernels have added gradients of `parameters`."""
         for parameter in parameters:
             self._bucket_of[id(parameter)].filled.add(id(parameter))
 
     def begin_backward(self, *, last: bool) -> None:
-        """Prepare for the backward pass of a micro-batch; `last` if it is the step's last one."""
+        """Prepare for the backward pass of a micro-batch; `last`: whether it is the last one of the step."""
         if dist.get_world_size() > 1 and (last or not self._whole):
             self._to_send = deque(self._buckets)
             for bucket in self._buckets:
                 bucket.missing, bucket.is_sent = set(bucket.slices), False
 
     def end_backward(self) -> None:
-        """Finish the backward pass: send the buckets that did not get all of their gradients."""
+        """Finish the backward pass: also send buckets that did not get all of their gradients."""
         while self._to_send:
             self._send(self._to_send.popleft())
 
     def finish(self) -> None:
-        """Complete the step's sums: missing gradients are zero, and every rank has the sums of its part."""
+        """Complete the step's sums: missing gradients count as zero, and every rank has the sums of its part."""
         while self._pending:
             self._receive()
         for bucket in self._buckets:
@@ -161,9 +161,9 @@ class GradientSums:
 class _InFlight(NamedTuple):
     """A piece that is being sent."""
 
-    local: Tensor  # fp32 [entries], this rank's sums
-    received: Tensor  # [entries], the sum over ranks, or [workers, entries]
-    work: Any
+    local: Tensor  # fp32 [entries], this rank's part of the sums
+    received: Tensor  # [entries], the sum over ranks, or [workers, entries], each rank's summand
+    work: Any  # handle of the collective
     replaces: bool  # `received` replaces `local` instead of being added to it
 
 
@@ -173,10 +173,10 @@ class _Bucket:
     Attributes:
         part: fp32 [entries of the part], this rank's part of the sums over workers.
         filled: ids of the parameters whose slice contains a gradient.
-        missing: ids of the parameters without a gradient in this micro-batch, if the bucket will be sent in it.
+        missing: ids of the parameters that still lack a gradient in this micro-batch, if the bucket is sent in it.
         is_sent: whether the bucket has been sent in this micro-batch.
-        shape: of the parameter, if the bucket has only one and there is one worker.
-        rows: int64, rows of this parameter outside of which the sums are zero; None if unknown.
+        shape: shape of the parameter, if the bucket has only one and there is one worker.
+        rows: int64, indices of this parameter's rows whose sums may be nonzero; None if unknown.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
@@ -187,11 +187,11 @@ class _Bucket:
         self.is_sent = False
         self.filled: set[int] = set()
         self._weights, self._workers, self._whole = weights.detach(), dist.get_world_size(), whole
-        self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the weights' dtype
+        self._sums: Tensor | None = None  # [entries]: a step's sums in fp32, or a micro-batch's in the weights' dtype
         is_single = whole and len(parameters) == 1 and self._workers == 1
         self.shape = parameters[0].shape if is_single else None
         self.rows: Tensor | None = None
-        self._is_stale = False  # `part` contains the sums of an earlier step
+        self._is_stale = False  # whether `part` contains the sums of an earlier step
         if whole:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
             self.part = self._sums.view(self._workers, -1)[dist.get_rank()]
@@ -221,7 +221,7 @@ class _Bucket:
             _add_entries(view, gradient.reshape(-1))
 
     def pop_sums(self) -> Tensor:
-        """Return the whole sums [workers, entries of a part] for sending; drop them unless they are kept."""
+        """Return the whole sums [workers, entries of a part] for sending; drop them unless `whole`."""
         self.is_sent = True
         if self._whole:
             self._zero_unfilled()
@@ -259,19 +259,19 @@ def _add_entries(sums: Tensor, addend: Tensor) -> None:
         piece.add_(new.float())
 
 
-def add_rows(sums: Tensor, gradient: Tensor, first: bool, used: Tensor | None = None) -> None:
-    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; if `first`, clear them first, or only the rows `used`."""
-    if first and used is not None:
-        sums.index_fill_(0, used, 0)
+def add_rows(sums: Tensor, gradient: Tensor, first: bool, old_rows: Tensor | None = None) -> None:
+    """Add a sparse gradient to fp32 `sums` [V, H]; if `first`, clear them before: all, or only `old_rows` if given."""
+    if first and old_rows is not None:
+        sums.index_fill_(0, old_rows, 0)
     elif first:
         sums.zero_()
     sums.index_add_(0, gradient._indices()[0], gradient._values().float())
 
 
 def use_sparse_embedding_gradients(model: nn.Module) -> None:
-    """Make embeddings return sparse gradients of the looked-up rows, if nothing else uses the table.
+    """Make embeddings whose table nothing else uses return sparse gradients of the looked-up rows.
 
-    Otherwise a fine-tuning step of 400 tokens would clear, send and add 23 MB.
+    With dense gradients, a fine-tuning step of 400 tokens would clear, copy and add 23 MB.
     """
     for part in model.modules():
         if isinstance(part, Embeddings):
@@ -281,7 +281,7 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
 def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
     """Return the norm of all workers' 1-D `gradients`, an fp64 scalar; not finite if any gradient is not.
 
-    DeepSpeed copies whole gradients to fp64 (twice their size), needs a collective for each group, and another pass and
-    collective to check whether all are finite.
+    DeepSpeed copies whole gradients to fp64 (twice their size), needs a collective for each group, and needs another
+    pass and collective to check whether all are finite.
     """
-    return sum_over_workers(square_sums(list(gradients)).sum()).sqrt()
+    return sum_over_workers(sums_of_squares(list(gradients)).sum()).sqrt()

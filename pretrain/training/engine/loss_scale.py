@@ -1,4 +1,4 @@
-"""The loss scale of fp16."""
+"""The dynamic loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _STATE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass
 class LossScale:
-    """The dynamic loss scale, with DeepSpeed's rule: halved on overflow, doubled after `window` steps without one.
+    """The loss scale by DeepSpeed's rule: halved on overflow, doubled after `window` steps without overflow.
 
-    DeepSpeed's scaler exits the process at the minimum scale. Here the training loop stops the run and names its
-    checkpoint.
+    DeepSpeed's scaler exits the process at the minimum scale. Here, the training loop stops the run, and its message
+    names the last checkpoint.
 
     Attributes:
         cur_scale: the scale of the next step.
-        cur_iter: steps so far.
-        last_overflow_iter: the last step that overflowed.
-        cur_hysteresis: at 1, the next overflow lowers the scale; above 1, it lowers this number.
+        cur_iter: number of steps so far.
+        last_overflow_iter: index of the last step that overflowed; -1 if none did.
+        cur_hysteresis: number of overflows until the scale is lowered.
     """
 
     cur_scale: float
@@ -28,7 +28,7 @@ class LossScale:
     window: int
     minimum: float
     hysteresis: int
-    resets_hysteresis: bool  # at each step without overflow
+    resets_hysteresis: bool  # whether each step without overflow restores the full hysteresis
     cur_iter: int = 0
     last_overflow_iter: int = -1
     cur_hysteresis: int = field(init=False)
@@ -54,11 +54,11 @@ class LossScale:
         if not self.fixed and overflow:
             self._lower()
         elif not self.fixed:
-            steps = self.cur_iter - self.last_overflow_iter - 1  # without overflow
-            raises = steps > 0 and steps % self.window == 0
-            if self.resets_hysteresis or raises:
+            steps = self.cur_iter - self.last_overflow_iter - 1  # steps without overflow before this one
+            doubles = steps > 0 and steps % self.window == 0
+            if self.resets_hysteresis or doubles:
                 self.cur_hysteresis = self.hysteresis
-            self.cur_scale *= 2 if raises else 1
+            self.cur_scale *= 2 if doubles else 1
         self.cur_iter += 1
 
     def _lower(self) -> None:
@@ -73,7 +73,7 @@ class LossScale:
         return {key: getattr(self, key) for key in _STATE_KEYS}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`."""
+        """Restore what `state` returned."""
         for key in _STATE_KEYS:
             if key in state:
                 setattr(self, key, state[key])

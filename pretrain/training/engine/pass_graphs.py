@@ -1,6 +1,6 @@
-"""Forward and backward passes as CUDA graphs: one launch by the host replays all recorded kernels.
+"""Forward and backward passes as CUDA graphs: with one launch, the host replays all recorded kernels.
 
-A pass of a small model is hundreds of short kernels. Launching them takes the host several times as long as they run.
+A pass of a small model has hundreds of short kernels. Launching them takes the host several times as long as they run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim.lists import foreach
 
-WARMUP_PASSES = 2  # of a shape before it is recorded: recording rare shapes is not worth it
+WARMUP_PASSES = 2  # passes of a shape before one is recorded: recording rare shapes is not worth it
 _MAX_RECORDINGS = 64
 
-# Maps (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
+# Function that maps (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
 LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -27,7 +27,7 @@ class PassGraphs:
     """Passes of a module, recorded for each shape of its micro-batches.
 
     The first passes of a shape are launched kernel by kernel, which compiles them; the next one is recorded. Recordings
-    share one memory pool, since only one is replayed at a time. Other passes do not use it.
+    share one memory pool, since only one is replayed at a time. Launched passes do not use this pool.
 
     Attributes:
         replayed: number of replayed passes.
@@ -38,19 +38,19 @@ class PassGraphs:
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._weights: Tensor | None = None  # of the losses, in the memory that recorded passes read
+        self._weights: Tensor | None = None  # weights of the losses, in memory that recorded passes read
         self._launched: Counter[Any] = Counter()
-        self._recorded: dict[Any, _Recorded] = {}
+        self._recorded: dict[Any, _Recording] = {}
         self._pool: Any = None
 
     def run(self, batch: Any, weights: Sequence[float], compute: LossAndTotals, variant: Hashable = None) -> Tensor:
         """Add the gradients of one micro-batch to the sums, and return its totals.
 
         Args:
-            batch: a dataclass of tensors on the device and `lengths` on the host; no other field may vary.
-            weights: of the losses, equal for all micro-batches of a step.
-            compute: the same function in each call.
-            variant: anything else that the module's passes depend on.
+            batch: a dataclass of tensors on the device and `lengths` on the host; other fields must not vary.
+            weights: weights of the losses, equal for all micro-batches of a step.
+            compute: computes the loss and the totals; must be the same function in each call.
+            variant: key of anything else that the module's passes depend on.
         """
         if self._weights is None:
             device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
@@ -69,8 +69,8 @@ class PassGraphs:
             recorded = self._record(with_common_lengths(batch), compute)
         else:
             recorded.copy_in(batch)
-            self._sums.mark(recorded.parameters)
-        self._recorded[key] = recorded  # now the most recently used
+            self._sums.mark_filled(recorded.parameters)
+        self._recorded[key] = recorded  # puts the most recently used one at the end
         recorded.graph.replay()
         self.replayed += 1
         return recorded.totals.clone()
@@ -78,8 +78,8 @@ class PassGraphs:
     def _pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
         """Return (totals, the parameters that have a gradient). The module's gradient hooks do not run."""
         assert self._weights is not None
-        # Autograd waits on the stream on which a leaf was first used, which must be the recorded stream. So each pass
-        # has new leaves, with the parameters' memory.
+        # Autograd waits for the stream on which a leaf was first used, which must be the recorded one. So each pass has
+        # new leaves, which share the parameters' memory.
         leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in self._parameters.items()}
         loss, totals = compute(torch.func.functional_call(self._module, leaves, batch), self._weights)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -88,23 +88,23 @@ class PassGraphs:
         self._sums.add(present)
         return totals.detach(), [parameter for parameter, _ in present]
 
-    def _record(self, batch: Any, compute: LossAndTotals) -> _Recorded:
+    def _record(self, batch: Any, compute: LossAndTotals) -> _Recording:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # Threads that build batches allocate pinned memory at the same time, which other modes do not allow.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             totals, parameters = self._pass(batch, compute)
-        return _Recorded(graph, batch, totals, parameters)
+        return _Recording(graph, batch, totals, parameters)
 
 
-class _Recorded(NamedTuple):
+class _Recording(NamedTuple):
     """A recorded pass."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Any  # its input
-    totals: Tensor  # its output
-    parameters: list[nn.Parameter]  # whose gradients it adds
+    batch: Any  # the input that the graph reads
+    totals: Tensor  # the output that the graph writes
+    parameters: list[nn.Parameter]  # parameters whose gradients the graph adds to the sums
 
     def copy_in(self, batch: Any) -> None:
         """Copy a micro-batch of the same shape to the recording's input."""
@@ -118,13 +118,13 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def with_common_lengths(batch: Any) -> Any:
-    """Copy a batch, with every length replaced by the bound shared by batches of its shape."""
+    """Copy a batch, with every length replaced by the bound that all batches of its shape share."""
     copies = {name: value.clone() for name, value in tensors_of(batch).items()}
     return dataclasses.replace(batch, **copies, lengths=(_bound(batch.lengths),) * len(batch.lengths))
 
 
 def shape_key(batch: Any) -> Any:
-    """Return the key of a micro-batch's shape; a recording fits all micro-batches with its key."""
+    """Return a micro-batch's shape as a key; a recording can replay all micro-batches with the same key."""
     return _bound(batch.lengths), *(tuple(value.shape) for value in tensors_of(batch).values())
 
 

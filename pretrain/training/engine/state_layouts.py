@@ -1,7 +1,7 @@
 """Sharding of the optimizer's state over the ranks, one class per ZeRO stage.
 
 A checkpoint consists of fragments: ranges of a named parameter's entries, with their moments. Every layout lists the
-fragments of its rank. So a checkpoint can be read with any number of workers at any stage, without conversion.
+fragments of its rank, so a checkpoint can be read with any number of workers at any stage, without conversion.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from pretrain.model.kernels.native import step_table, supports_native
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, global_norm
-from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors
+from pretrain.training.optim import Segment, SkippingOptimizer, assign_tensor_ids, cut_segments
 from pretrain.training.optim.lists import foreach
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-AVERAGE = "average"  # the running mean of the weights
+AVERAGE = "average"  # key of the running mean of the weights
 
 
 @dataclass(frozen=True)
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, stored on this rank.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", and `MOMENTS` and `AVERAGE` if the optimizer has them.
+    `tensors` are 1-D fp32 views into the optimizer's state: "weight", and `MOMENTS` and `AVERAGE` if they exist.
     `shared` is true if every rank stores the same entries.
     """
 
@@ -41,7 +41,6 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """The number of entries."""
         return next(iter(self.tensors.values())).numel()
 
 
@@ -52,9 +51,9 @@ class FragmentReader(Protocol):
 
 
 class InitialWeights:
-    """A reader of initial weights and zero moments.
+    """A `FragmentReader` of initial weights and zero moments.
 
-    DeepSpeed initializes its master weights from a rounded copy of the model; these are exact.
+    DeepSpeed initializes its master weights from a rounded copy of the model; these weights are exact.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -82,15 +81,15 @@ class LayoutInputs:
     """The inputs of a layout, after DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
-    optimizer: torch.optim.Optimizer  # stepped by DeepSpeed's wrapper
-    names: Sequence[Sequence[str]]  # of the parameters, by optimizer group
+    optimizer: torch.optim.Optimizer  # our optimizer, which DeepSpeed's wrapper steps
+    names: Sequence[Sequence[str]]  # names of the parameters of each optimizer group
     parameters: Mapping[str, nn.Parameter]
-    shapes: Mapping[str, torch.Size]  # of the unsharded parameters
+    shapes: Mapping[str, torch.Size]  # shapes of the unsharded parameters
     rank: int
     world_size: int
-    clip_norm: float  # 0 does not clip
-    scales_loss: bool  # in fp16
-    uses_gradient_sums: bool  # see the function `uses_gradient_sums`
+    clip_norm: float  # maximum gradient norm; 0 does not clip
+    scales_loss: bool  # whether the loss is scaled (fp16)
+    uses_gradient_sums: bool  # result of the function `uses_gradient_sums`
     sum_over_workers: Callable[[Tensor], Tensor]
 
     @property
@@ -103,10 +102,10 @@ class StateLayout(ABC):
     """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
-        deepspeed_clips: DeepSpeed clips gradients if it also sums them (`sums` is None); otherwise `step` does.
-        deepspeed_scales: DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
-        has_sum_buffer: DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
-        shared: every rank stores the whole state.
+        deepspeed_clips: whether DeepSpeed clips gradients, if it also sums them (`sums` is None); else `step` clips.
+        deepspeed_scales: whether DeepSpeed scales the loss in fp16, as for its ZeRO optimizers (scale_if_loss).
+        has_sum_buffer: whether DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
+        shared: whether every rank stores the whole state.
         sums: the gradient sums that replace DeepSpeed's; None if DeepSpeed's are used.
     """
 
@@ -115,14 +114,14 @@ class StateLayout(ABC):
     has_sum_buffer = True
     shared = False
     sums: GradientSums | None = None
-    _loss_scale = 1.0  # of the gradients in this step
-    _gather: WeightGather | None = None  # if each rank updates only a part of the weights
+    _loss_scale = 1.0  # scale of the gradients in this step
+    _gather: WeightGather | None = None  # set if each rank updates only a part of the weights
 
-    def __init__(self, parts: LayoutInputs) -> None:
-        self._inputs = parts
+    def __init__(self, inputs: LayoutInputs) -> None:
+        self._inputs = inputs
 
     def flats(self) -> list[Tensor]:
-        """Return the fp32 tensors that the inner optimizer updates, the keys of its state."""
+        """Return the fp32 tensors that our optimizer updates; they are the keys of its state."""
         return [tensor for group in self._inputs.optimizer.param_groups for tensor in group["params"]]
 
     @abstractmethod
@@ -138,16 +137,16 @@ class StateLayout(ABC):
 
     @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
-        """Update the model's weights from the master weights, which were just read."""
+        """Update the model's weights from the master weights, which were just loaded."""
 
     def wait_for_weights(self) -> None:
         """Wait until the model's weights are up to date on every rank."""
         if self._gather is not None:
             self._gather.finish()
 
-    def waited(self) -> float:
+    def waited_seconds(self) -> float:
         """Return the seconds that this process has waited for other ranks' weights in forward passes."""
-        return self._gather.waited if self._gather is not None else 0.0
+        return self._gather.waited_seconds if self._gather is not None else 0.0
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """Gather `parameters` on every rank inside the context, which all ranks must enter."""
@@ -158,7 +157,7 @@ class StateLayout(ABC):
         """Clip, and step the optimizer unless a gradient is not finite.
 
         Args:
-            loss_scale: of the gradients.
+            loss_scale: scale of the gradients.
 
         Returns:
             fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
@@ -170,40 +169,40 @@ class StateLayout(ABC):
         return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
 
     def _update(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
-        """Step the optimizer with clipped gradients; return false if the step is known to be skipped.
+        """Step the optimizer with clipped gradients; return false if the host knows that the step is skipped.
 
         Args:
             masters: the tensors that the optimizer updates.
             gradients: their fp32 gradients, of any shape, which are overwritten.
-            norm: the global norm of the gradients with their loss scale, fp64 scalar.
+            norm: the global norm of the gradients, which include the loss scale; fp64 scalar.
         """
         if self._checks_on_host() and not norm.isfinite():
             return False
         self._scale(gradients, norm)
         stepped = self._step_tables(norm)
-        for number, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
-            master.grad = None if number in stepped else gradient.view_as(master)
+        for index, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
+            master.grad = None if index in stepped else gradient.view_as(master)
         self._inputs.optimizer.step()
         for master in masters:
             master.grad = None
         return True
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables without the optimizer, unless a gradient is not finite; return their numbers in `masters`."""
+        """Update tables without the optimizer, unless a gradient is not finite; return their indices in `flats()`."""
         return set()
 
     def _checks_on_host(self) -> bool:
-        """Return whether the host checks if gradients are finite, and so waits for the device.
+        """Return whether the host checks if gradients are finite, for which it waits for the device.
 
-        The fused AdamW skips a step on the device. So do our optimizers, with a few more kernels; on a CPU, the host
-        checks, without a wait. A loss scaler is on the host.
+        The fused AdamW can skip a step on the device. So can our optimizers, with a few more kernels; on a CPU, where
+        there is nothing to wait for, the host checks for them. The loss scale of fp16 is updated on the host.
         """
         optimizer, on_cpu = self._inputs.optimizer, self.flats()[0].is_cpu
         fused = isinstance(optimizer, torch.optim.AdamW)
         return self._inputs.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip and remove the loss scale. The fused AdamW does both when it reads a gradient."""
+        """Clip gradients and remove their loss scale; the fused AdamW does both when it reads a gradient."""
         scale, clip, optimizer = self._loss_scale, self._inputs.clip_norm, self._inputs.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
         skipped = norm.isfinite().logical_not().float()
@@ -218,7 +217,7 @@ class StateLayout(ABC):
 
 
 def uses_gradient_sums(settings: EngineConfig) -> bool:
-    """Return whether `GradientSums`, not DeepSpeed, sums and sends gradients, in fp32 on the device."""
+    """Return whether `GradientSums` sums and sends the gradients, instead of DeepSpeed."""
     section = settings.deepspeed
     zero, sums, autocast = (section.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
     return (
@@ -241,7 +240,7 @@ def layout_class(settings: EngineConfig) -> type[StateLayout]:
 class CustomStepLayout(StateLayout):
     """A layout whose `_take_step` DeepSpeed's engine calls instead of its optimizer's step."""
 
-    _norm = torch.zeros(())  # of the step's gradients, with their loss scale; not finite if the step is skipped
+    _norm = torch.zeros(())  # norm of the gradients, including the loss scale; not finite if the step is skipped
 
     def step(self, loss_scale: float) -> Tensor:
         self._loss_scale = loss_scale
@@ -259,7 +258,7 @@ class CustomStepLayout(StateLayout):
 class Stage0Fp32Layout(StateLayout):
     """Every rank stores the whole state, and the model's parameters are the master weights.
 
-    DeepSpeed sums the gradients over the workers. It neither reports the norm with which it clips nor checks for NaN.
+    DeepSpeed sums the gradients over the workers. It does not report the norm by which it clips, nor check for NaN.
     """
 
     deepspeed_clips = False
@@ -293,9 +292,9 @@ class Stage0HalfLayout(CustomStepLayout, Stage0Fp32Layout):
     DeepSpeed's own step would read a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
     """
 
-    def __init__(self, parts: LayoutInputs) -> None:
-        super().__init__(parts)
-        self._weights = [parts.parameters[name] for group in parts.names for name in group]  # in the order of `flats`
+    def __init__(self, inputs: LayoutInputs) -> None:
+        super().__init__(inputs)
+        self._weights = [inputs.parameters[name] for group in inputs.names for name in group]  # in the order of `flats`
         self._replace_step()
 
     def refresh(self, reader: FragmentReader) -> None:
@@ -321,28 +320,28 @@ class Stage1Layout(CustomStepLayout):
     DeepSpeed concatenates the weights of a group in one tensor, and each rank owns an equal part of it.
     """
 
-    keeps_whole_sums = True  # each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
+    keeps_whole_sums = True  # whether each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
 
-    def __init__(self, parts: LayoutInputs) -> None:
-        super().__init__(parts)
-        self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
-        self._seen: dict[int, Tensor] = {}  # tables -> whether each row ever had a gradient, as in `step_table`
-        self._cast: set[int] = set()  # numbers of the weights that `step_table` has already cast in this step
+    def __init__(self, inputs: LayoutInputs) -> None:
+        super().__init__(inputs)
+        self._group_of = {name: index for index, names in enumerate(inputs.names) for name in names}
+        self._seen: dict[int, Tensor] = {}  # by index of a table: which rows ever had a gradient (see `step_table`)
+        self._cast: set[int] = set()  # indices of the weights that `step_table` has already cast in this step
         buckets = []
-        for names, master in zip(parts.names, self.flats(), strict=True):
-            parameters = [parts.parameters[name] for name in names]
-            buckets.append((parameters, whole_storage(parameters[0], master.numel() * parts.world_size)))
+        for names, master in zip(inputs.names, self.flats(), strict=True):
+            parameters = [inputs.parameters[name] for name in names]
+            buckets.append((parameters, whole_storage(parameters[0], master.numel() * inputs.world_size)))
         self._weights = [flat for _, flat in buckets]  # in the model's dtype
-        self._gather = WeightGather(parts.deepspeed.module, buckets)
-        if parts.uses_gradient_sums:
-            self.sums = GradientSums(parts.deepspeed, buckets, whole=self.keeps_whole_sums)
+        self._gather = WeightGather(inputs.deepspeed.module, buckets)
+        if inputs.uses_gradient_sums:
+            self.sums = GradientSums(inputs.deepspeed, buckets, whole=self.keeps_whole_sums)
             self._replace_step()
 
     def pieces(self) -> Iterator[ParameterPiece]:
         flats = self.flats()
         for name, parameter in self._inputs.parameters.items():
             flat = flats[self._group_of[name]]
-            # Offsets of the parameter, and of this rank's part, in the weights of the group.
+            # Offsets of the parameter and of this rank's part in the weights of the group.
             first, part = int(parameter.data.storage_offset()), self._inputs.rank * flat.numel()
             start, stop = max(first, part), min(first + parameter.numel(), part + flat.numel())
             if start < stop:
@@ -367,21 +366,21 @@ class Stage1Layout(CustomStepLayout):
             self._distribute_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables with sparse gradients: most rows never had a gradient, and AdamW only decays these."""
+        """Update tables with sparse gradients: AdamW only decays rows that never had a gradient, which are most."""
         optimizer, stepped = self._inputs.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
             return stepped
-        for number, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            table = self.sums.table(number)
+        for index, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
+            table = self.sums.table(index)
             if table is None or not supports_native(weights):
                 continue
-            stepped.add(number)
+            stepped.add(index)
             if norm.isfinite():
                 gradient, rows = table
-                seen = self._seen.setdefault(number, torch.full((len(gradient),), 2, dtype=torch.uint8))
+                seen = self._seen.setdefault(index, torch.full((len(gradient),), 2, dtype=torch.uint8))
                 seen[rows] = 1
                 divisor = float(optimizer.grad_scale)  # pyright: ignore[reportAttributeAccessIssue]
-                group, state = optimizer.param_groups[number], optimizer.state[master]
+                group, state = optimizer.param_groups[index], optimizer.state[master]
                 step_table(group, state, divisor, seen, gradient, master, weights)
         self._cast = stepped
         return stepped
@@ -390,8 +389,8 @@ class Stage1Layout(CustomStepLayout):
     def _distribute_weights(self) -> None:
         """Cast this rank's master weights to the model's weights, and start gathering the weights of all ranks."""
         self.wait_for_weights()
-        for number, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            if number in self._cast:
+        for index, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
+            if index in self._cast:
                 continue
             flat.view(self._inputs.world_size, -1)[self._inputs.rank].copy_(master)
         assert self._gather is not None
@@ -408,11 +407,11 @@ class Stage2Layout(Stage1Layout):
 class Stage3Layout(StateLayout):
     """Each rank also stores only a part of every parameter."""
 
-    def __init__(self, parts: LayoutInputs) -> None:
-        super().__init__(parts)
-        local = deepspeed_patches.import_deepspeed().utils.safe_get_local_fp32_param
-        # This rank's part of each parameter's master weights, padding included: views of few flat tensors.
-        self._masters = {name: local(parts.parameters[name]) for names in parts.names for name in names}
+    def __init__(self, inputs: LayoutInputs) -> None:
+        super().__init__(inputs)
+        local_part = deepspeed_patches.import_deepspeed().utils.safe_get_local_fp32_param
+        # This rank's part of each parameter's master weights, including padding: views of a few flat tensors.
+        self._masters = {name: local_part(inputs.parameters[name]) for names in inputs.names for name in names}
         self._flats = list(dict.fromkeys(master._base for master in self._masters.values()))
 
     def flats(self) -> list[Tensor]:
@@ -446,7 +445,7 @@ class Stage3Layout(StateLayout):
 
 
 def whole_storage(part: Tensor, numel: int) -> Tensor:
-    """Return the 1-D storage of the view `part`; raises `RuntimeError` if it does not have `numel` entries."""
+    """Return the storage of the view `part` as a 1-D tensor; raise `RuntimeError` unless it has `numel` entries."""
     storage = part.data.untyped_storage()
     if storage.nbytes() != numel * part.element_size():
         raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
@@ -454,8 +453,8 @@ def whole_storage(part: Tensor, numel: int) -> Tensor:
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
-    """Return (the segments of each flat tensor, with the ids of `number_tensors`; the number of tensors)."""
-    ids = number_tensors(shapes)
+    """Return (the segments of each flat tensor, with ids from `assign_tensor_ids`; the number of tensors)."""
+    ids = assign_tensor_ids(shapes)
     segments: dict[Tensor, list[Segment]] = {flat: [] for flat in layout.flats()}
     for piece in layout.pieces():
         numel = shapes[piece.name].numel()

@@ -19,7 +19,7 @@ class RankGroup:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        device: from which the backend can send tensors.
+        device: device whose tensors the backend can send.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankGroup:
         return values
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """Return the sums of all ranks' `sums`, and the maximum of all ranks' `largest`, on every rank."""
+        """Return the sums of `sums` over all ranks, and the maximum of `largest`, on every rank."""
         if self.world_size == 1:
             return sums, largest
         maximum = torch.tensor([largest], device=self.device)
@@ -70,7 +70,7 @@ class RankGroup:
         return gather_objects(value, self._group)
 
     def collect_objects(self, value: Any) -> list[Any]:
-        """Gather one small JSON-like value per rank on rank 0; return an empty list on the others."""
+        """Gather one small JSON-like value per rank on rank 0; return an empty list on the other ranks."""
         if self.world_size == 1:
             return [value]
         collected: list[Any] = [] if self.rank else [None] * self.world_size
@@ -101,7 +101,7 @@ def broadcast_object(value: Any, group: Any = None) -> Any:
 
 
 def end_process_group() -> None:
-    """Destroy the process group, also in DeepSpeed, so that this process can start another run."""
+    """Destroy the process group, also DeepSpeed's, so that this process can start another run."""
     if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
         sys.modules["deepspeed"].comm.destroy_process_group()
     else:

@@ -9,10 +9,10 @@ from pretrain.training.optim.stable_adamw import StableAdamW
 from pretrain.training.optim.tensorwise import (
     Segment,
     TensorwiseOptimizer,
+    assign_tensor_ids,
     cut_segments,
-    number_tensors,
-    square_sum,
-    square_sums,
+    sum_of_squares,
+    sums_of_squares,
 )
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "SkippingOptimizer",
     "StableAdamW",
     "TensorwiseOptimizer",
+    "assign_tensor_ids",
     "cut_segments",
     "learning_rate",
     "make_optimizer",
     "matrix_shapes",
-    "number_tensors",
     "parameter_groups",
-    "square_sum",
-    "square_sums",
+    "sum_of_squares",
+    "sums_of_squares",
 ]

@@ -1,4 +1,4 @@
-"""The configured optimizer and its parameter groups."""
+"""Creates the configured optimizer and its parameter groups."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 
     Args:
         named_parameters: (name, parameter) as `Module.named_parameters` yields them; the order is kept.
-        weight_decay: decoupled decay of the first group.
+        weight_decay: decoupled weight decay of the first group.
 
     Returns:
-        Groups with `params`, their `names`, `weight_decay` and `layer_adaptation` (whether LAMB's trust ratio
-        applies). Parameters exempt from decay are exempt from the ratio, too, as in NVIDIA's FusedLAMB with
-        its default `use_nvlamb=False` (apex csrc/multi_tensor_lamb.cu) and in Google's LAMBOptimizer, whose
-        `exclude_from_layer_adaptation` defaults to `exclude_from_weight_decay` (google-research/albert
-        lamb_optimizer.py). A group without parameters is omitted.
+        Groups with `params`, their `names`, `weight_decay`, `decays` (whether the group has weight decay) and
+        `layer_adaptation` (whether LAMB's trust ratio applies). Parameters without decay have no trust ratio, either,
+        as in NVIDIA's FusedLAMB with its default `use_nvlamb=False` (apex csrc/multi_tensor_lamb.cu) and in Google's
+        LAMBOptimizer, whose `exclude_from_layer_adaptation` defaults to `exclude_from_weight_decay`
+        (google-research/albert lamb_optimizer.py). A group without parameters is omitted.
     """
     groups = [
         {"params": [], "names": [], "weight_decay": weight_decay, "decays": True, "layer_adaptation": True},
@@ -45,8 +45,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the configured optimizer over `parameter_groups`.
 
-    Its learning rate starts at 0, so that a step before the loop sets the rate changes no weight (DeepSpeed's
-    FP16_UnfusedOptimizer takes such a step to allocate the moments).
+    Its learning rate starts at 0, so that a step before training sets the rate changes no weight (DeepSpeed's
+    FP16_UnfusedOptimizer takes one to allocate the moments).
     """
     betas = (settings.beta1, settings.beta2)
     if settings.name == "lamb":
@@ -60,7 +60,7 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
 
 
 def _with_separate_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
-    """Split each group into the matrices that Muon orthogonalizes, at `lr_scale` times its rate, and all others."""
+    """Split each group: matrices that Muon orthogonalizes, at `lr_scale` times its learning rate, and the rest."""
     divided = []
     for group in groups:
         for orthogonal in (True, False):

@@ -9,20 +9,20 @@ from pretrain.training.optim.tensorwise import (
     Segment,
     TensorPiece,
     TensorwiseOptimizer,
-    divide_means,
-    square_sums,
+    sums_of_squares,
+    write_adam_updates,
 )
 
 
 class Lamb(TensorwiseOptimizer):
     """LAMB, You et al. 2020 (arXiv:1904.00962), Algorithm 2 with NVIDIA's choices.
 
-    As in apex's FusedLAMB, which NVIDIA's BERT recipe uses: bias-corrected moments, weight decay inside the update, phi
-    the identity, trust ratio 1 if either norm is 0. The engine clips gradients. A stacked `qkv_weight` is treated as
-    three tensors.
+    As in apex's FusedLAMB, which NVIDIA's BERT recipe uses, moments are bias-corrected, weight decay is part of the
+    update, phi is the identity, and the trust ratio is 1 if either norm is 0. The engine clips gradients. A stacked
+    `qkv_weight` is treated as three tensors.
 
-    Groups have `names` and `layer_adaptation`, as from `parameter_groups`. Parameters must be contiguous fp32. `step`
-    overwrites the gradient with the update, which saves a buffer.
+    Each param group has the entries `names` and `layer_adaptation` (see `parameter_groups`). Parameters must be
+    contiguous fp32. `step` overwrites the gradient with the update, which saves a buffer.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class Lamb(TensorwiseOptimizer):
 
     def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
         """Step each piece, scaled by its tensor's trust ratio; every worker must call this, even without pieces."""
-        squares = self._zeros()
+        squares = self._zero_sums()
         for _, pieces in adapted:
             index, _ = self._ids_and_sizes(pieces)
-            squares[0].index_add_(0, index, square_sums([piece.weights for piece in pieces]))
-            squares[1].index_add_(0, index, square_sums([piece.gradient for piece in pieces]))
+            squares[0].index_add_(0, index, sums_of_squares([piece.weights for piece in pieces]))
+            squares[1].index_add_(0, index, sums_of_squares([piece.gradient for piece in pieces]))
         self._reduce(squares.view(-1))
         weight_norms, update_norms = squares.sqrt()
         measurable = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(measurable, weight_norms / update_norms, 1.0).to(torch.float32)
         ratios *= self._factor(1.0)
         for rate, pieces in adapted:
-            # One kernel per piece: torch has none for a list of factors on the device.
+            # This takes one kernel per piece: torch has none for a list of factors on the device.
             factors = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
             foreach._foreach_addcmul_(weights, updates, factors, value=-rate)
 
     def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> None:
-        """Update the moments of `pieces` and replace their gradients by the update."""
-        for run in batches([piece.weights for piece in pieces]):
-            batch = pieces[run]
-            divide_means(group, batch, self._advance(group, batch))
+        """Update the moments of `pieces` and overwrite their gradients with the update."""
+        for indices in batches([piece.weights for piece in pieces]):
+            batch = pieces[indices]
+            write_adam_updates(group, batch, self._update_moments(group, batch))
             if group["weight_decay"]:
                 gradients, weights = [piece.gradient for piece in batch], [piece.weights for piece in batch]
                 foreach._foreach_add_(gradients, weights, alpha=group["weight_decay"])

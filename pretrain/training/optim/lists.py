@@ -1,8 +1,8 @@
-"""Operations on lists of tensors.
+"""Batching of tensors for `torch._foreach_*`.
 
-On a GPU, operations take lists of tensors (`torch._foreach_*`): BERT-Large has nearly 500 tensors, and launching a
-dozen kernels for each takes longer than running them. On a CPU, without kernel launches, operations take one tensor at
-a time, so that values that are read again are still in the cache.
+On a GPU, one operation takes a list of tensors: BERT-Large has nearly 500 tensors, and launching a dozen kernels for
+each takes longer than running them. On a CPU, without kernel launches, an operation takes one tensor, so that values
+that the next operation reads are still in the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,26 +13,26 @@ from torch import Tensor
 
 foreach: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
 
-BATCH_ENTRIES = 1 << 25  # per operation on a GPU: each temporary takes up to 128 MB
+BATCH_ENTRIES = 1 << 25  # maximum entries per operation on a GPU: each temporary takes up to 128 MB
 
 
-def in_lists(tensor: Tensor) -> bool:
-    """Return whether operations on this tensor's device take lists, as on a GPU."""
+def uses_foreach(tensor: Tensor) -> bool:
+    """Return whether operations on this tensor's device should take lists of tensors."""
     return not tensor.is_cpu
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Yield slices of `tensors`, one per operation; they bound the size of its temporaries."""
+    """Yield slices of `tensors`, one per operation, which bound the size of its temporaries."""
     start, entries = 0, 0
-    for number, tensor in enumerate(tensors):
-        if number > start and (not in_lists(tensor) or entries + tensor.numel() > BATCH_ENTRIES):
-            yield slice(start, number)
-            start, entries = number, 0
+    for index, tensor in enumerate(tensors):
+        if index > start and (not uses_foreach(tensor) or entries + tensor.numel() > BATCH_ENTRIES):
+            yield slice(start, index)
+            start, entries = index, 0
         entries += tensor.numel()
     if tensors:
         yield slice(start, len(tensors))
 
 
-def common(scalars: Sequence[Tensor]) -> Any:
-    """Return the tensor if all are the same object, which is fastest for operations on lists; else their list."""
+def single_or_list(scalars: Sequence[Tensor]) -> Any:
+    """Return one tensor if all `scalars` are the same object, which makes `_foreach_*` faster; else the list."""
     return scalars[0] if all(scalar is scalars[0] for scalar in scalars) else list(scalars)

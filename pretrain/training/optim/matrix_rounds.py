@@ -1,8 +1,8 @@
 """The plan of a Muon step over sharded matrices: the owner of each matrix, and the pieces that workers exchange.
 
-Each matrix has one owner. The workers send it their pieces; it orthogonalizes the whole matrix and sends the pieces
-back. So the work is shared, each entry is sent once in each direction, and the result does not depend on ZeRO's
-sharding. Matrices are processed in rounds, which bounds the memory of the copies.
+Each matrix has one owner. The other workers send the owner their pieces; the owner orthogonalizes the whole matrix and
+sends the pieces back. So the work is divided, each entry is sent once in each direction, and the result does not depend
+on ZeRO's sharding. Matrices are processed in rounds, which bounds the memory of the copies.
 """
 
 import heapq
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Per round and worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
+# Maximum matrix entries per round and worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
 ROUND_ENTRIES = 1 << 24
 
-Shape = tuple[int, int]
+Shape = tuple[int, int]  # (rows, columns)
 
 
 class Workers(Protocol):
@@ -26,32 +26,32 @@ class Workers(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...  # one per rank, on every rank
+    def gather_objects(self, value: Any) -> list[Any]: ...  # the values of all ranks, on every rank
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
         ...
 
 
 class MatrixPiece(NamedTuple):
-    """Entries of a matrix that a worker stores; they sort in the order of the matrix."""
+    """Entries of a matrix that a worker stores; sorted pieces are in the order of the matrix."""
 
     tensor_id: int
-    first: int  # index of the first entry in the flattened matrix
+    matrix_start: int  # index of the first entry in the flattened matrix
     numel: int
-    flat: int  # number of the flat tensor that stores the entries
-    start: int  # offset in the flat tensor
+    flat: int  # index of the flat tensor that stores the entries
+    start: int  # index of the first entry in the flat tensor
 
 
 @dataclass(frozen=True)
 class Round:
-    """One worker's part of a round: pieces, listed by the worker to which they are sent or from which they come.
+    """The work of one worker in a round. Each list has one entry per worker: the pieces exchanged with that worker.
 
     Attributes:
         owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
-        sent: this worker's pieces, by owner.
-        gathered: pieces of the owned matrices, by sender.
-        returned: updated pieces of the owned matrices, by receiver.
-        received: this worker's updated pieces, by owner.
+        sent: pieces that this worker sends to each owner.
+        gathered: pieces of the owned matrices that it gets from each worker.
+        returned: updated pieces of the owned matrices that it sends back to each worker.
+        received: updated pieces that it gets back from each owner.
     """
 
     owned: dict[int, Shape]
@@ -69,8 +69,8 @@ def plan_rounds(
     Args:
         stored: the pieces that each worker stores.
         shapes: the shapes of all matrices, by tensor id.
-        rank: the worker whose part is returned.
-        shared: every worker stores all matrices, so an owner needs no pieces from others.
+        rank: the worker whose rounds are returned.
+        shared: whether every worker stores all matrices, so that owners need no pieces from other workers.
 
     Returns:
         The rounds in order: the same number for all workers, with matching sends and receives.
@@ -97,18 +97,18 @@ def plan_rounds(
 
 
 def _split(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
-    """Split `ids` into runs of at most `max_entries`, or of one larger matrix."""
-    run: list[int] = []
+    """Split `ids` into lists of matrices with at most `max_entries` in total, or of one larger matrix."""
+    matrices: list[int] = []
     entries = 0
     for tensor_id in ids:
         numel = shapes[tensor_id][0] * shapes[tensor_id][1]
-        if run and entries + numel > max_entries:
-            yield run
-            run, entries = [], 0
-        run.append(tensor_id)
+        if matrices and entries + numel > max_entries:
+            yield matrices
+            matrices, entries = [], 0
+        matrices.append(tensor_id)
         entries += numel
-    if run:
-        yield run
+    if matrices:
+        yield matrices
 
 
 def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[int, int]:
@@ -123,7 +123,7 @@ def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[i
 
 
 def _cost(shape: Shape) -> int:
-    """Return an orthogonalization's relative cost: products of the Gram matrix with the matrix and itself."""
+    """Return the relative cost of orthogonalizing a matrix: its Gram matrix, and the products with it."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 

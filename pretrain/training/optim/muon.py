@@ -14,20 +14,21 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.optim.lists import foreach, in_lists
+from pretrain.training.optim.lists import foreach, uses_foreach
 from pretrain.training.optim.matrix_rounds import MatrixPiece, Round, Shape, Workers, plan_rounds
 from pretrain.training.optim.skipping import SkippingOptimizer
-from pretrain.training.optim.tensorwise import Segment, number_tensors
+from pretrain.training.optim.tensorwise import Segment, assign_tensor_ids
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
-_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, section 2.2)
-_NARROW = 256  # batched on CPUs: unbatched bf16 takes 1.5 times as long, at 128 4 to 5 times (docs/benchmarks)
+_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
+# Width up to which matrices are batched on CPUs. Without, bf16 takes 1.5 times as long, at width 128 4 to 5 times.
+_NARROW = 256
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
     """Return the shapes of the matrices that Muon orthogonalizes, by tensor id; a stacked parameter has several."""
-    ids = number_tensors(shapes)
+    ids = assign_tensor_ids(shapes)
     return {
         tensor_id: (shape[0] // len(ids[name]), shape[1])
         for name, shape in shapes.items()
@@ -39,8 +40,8 @@ def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
 def orthogonalize(update_RC: Tensor) -> Tensor:
     """Return roughly the nearest orthogonal matrix: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
 
-    Computed in the dtype of `update_RC`, one or several matrices [..., R, C]. The scale of a matrix has no effect;
-    zeros stay zeros.
+    `update_RC` is one or several matrices [..., R, C], and the computation uses its dtype. The scale of a matrix has no
+    effect; a matrix of zeros remains zero.
     """
     rows, columns = update_RC.shape[-2:]
     x = update_RC.mT if rows > columns else update_RC
@@ -57,14 +58,14 @@ def orthogonalize(update_RC: Tensor) -> Tensor:
 class Muon(SkippingOptimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
-    Updates of matrices are Nesterov momentum, orthogonalized, times 0.2 sqrt(max(rows, columns)). So they are as large
-    as AdamW's, and one learning rate and weight decay fit both, as in `torch.optim.Muon` with
+    The update of a matrix is the orthogonalized Nesterov momentum times 0.2 sqrt(max(rows, columns)). It is about as
+    large as AdamW's, so the same learning rate and weight decay suit both, as in `torch.optim.Muon` with
     adjust_lr_fn="match_rms_adamw". Query, key and value of a stacked `qkv_weight` are orthogonalized separately, as are
     the halves of `gated_in_weight`.
 
-    Groups have `names`, and `orthogonal` if all their parameters are matrices for Muon. Parameters must be contiguous
-    fp32. Before the first step, call `set_shards` and set the state, without a second moment for matrices. `step`
-    overwrites the gradient.
+    Each param group has the entries `names`, one name per parameter, and `orthogonal`, whether all its parameters are
+    matrices to orthogonalize. Parameters must be contiguous fp32. Before the first step, call `set_shards` and set the
+    state, without a second moment for matrices. `step` overwrites the gradient.
     """
 
     def __init__(
@@ -78,13 +79,12 @@ class Muon(SkippingOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, {**defaults, "orthogonal": False})
-        self._planned: dict[int, bool] = {}  # ids of matrices in rounds so far -> whether this worker owns them
-        self._pieces: list[list[MatrixPiece]] = []  # by rank
-        self._numbers: dict[Tensor, int] = {}  # numbers of the flat tensors
+        self._pieces: list[list[MatrixPiece]] = []  # pieces that each rank stores
+        self._flat_index: dict[Tensor, int] = {}  # index of each flat tensor
         self._shapes: dict[int, Shape] = {}
         self._shared, self._dtype = False, torch.float32
         self._workers: Workers
-        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the numbers of the step's flat tensors
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the indices of the flat tensors in the step
 
     def set_shards(
         self,
@@ -95,22 +95,22 @@ class Muon(SkippingOptimizer):
         shared: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Set the content of the flat parameters, after a wrapper has sharded them; all workers must call this.
+        """Set which tensors the flat parameters contain, after a wrapper has sharded them; all workers must call this.
 
         Args:
-            segments: the pieces of each of this worker's flat parameters, whose number and order all workers share.
+            segments: the segments of each of this worker's flat parameters, whose number and order all workers share.
             shapes: the result of `matrix_shapes`.
             workers: the workers that step together; `step` uses their collectives.
-            shared: every worker stores all matrices.
-            dtype: in which momenta are sent and orthogonalized.
+            shared: whether every worker stores all matrices.
+            dtype: dtype for sending and orthogonalizing the updates.
         """
         self._dtype = dtype
-        self._numbers = {flat: number for number, flat in enumerate(segments)}
+        self._flat_index = {flat: index for index, flat in enumerate(segments)}
         local_pieces = [
-            MatrixPiece(piece.tensor_id, piece.first, piece.stop - piece.start, self._numbers[flat], piece.start)
-            for flat, pieces in segments.items()
-            for piece in pieces
-            if piece.tensor_id in shapes
+            MatrixPiece(one.tensor_id, one.tensor_start, one.stop - one.start, self._flat_index[flat], one.start)
+            for flat, flat_segments in segments.items()
+            for one in flat_segments
+            if one.tensor_id in shapes
         ]
         gathered = workers.gather_objects([tuple(piece) for piece in local_pieces])
         self._pieces = [[MatrixPiece(*values) for values in rank_pieces] for rank_pieces in gathered]
@@ -168,60 +168,58 @@ class Muon(SkippingOptimizer):
 
     def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
         """Orthogonalize the updates of these flat parameters, stored in their gradients, and step."""
-        flats = {self._numbers[flat]: flat for flat in rates}
+        flats = {self._flat_index[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
         if key not in self._rounds:
             stored = [[piece for piece in rank_pieces if piece.flat in flats] for rank_pieces in self._pieces]
             self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._shared)
-            self._planned |= {piece.tensor_id: False for rank_pieces in stored for piece in rank_pieces}
-            self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
-        for part in self._rounds[key]:
-            self._apply(_flatten(part.received), self._exchange(part, flats), flats, rates)
+        for round_ in self._rounds[key]:
+            self._apply(_flatten(round_.received), self._exchange(round_, flats), flats, rates)
 
     def _apply(
         self, pieces: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
     ) -> None:
-        """Step the weights of these pieces; their fp32 `updates` are concatenated."""
+        """Step the weights of `pieces` with their concatenated fp32 `updates`."""
         if self._applied is not None:
             updates.mul_(self._applied)
         weights = _views(pieces, flats)
-        by_size: dict[float, list[int]] = {}  # numbers of the pieces, by size of the update
-        for number, piece in enumerate(pieces):
-            size = rates[flats[piece.flat]] * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
-            by_size.setdefault(size, []).append(number)
+        by_scale: dict[float, list[int]] = {}  # indices of the pieces, by scale of the update
+        for index, piece in enumerate(pieces):
+            scale = rates[flats[piece.flat]] * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
+            by_scale.setdefault(scale, []).append(index)
         split_updates = updates.split([piece.numel for piece in pieces])
-        for size, numbers in by_size.items():
-            same_size = ([values[number] for number in numbers] for values in (weights, split_updates))
-            foreach._foreach_add_(*same_size, alpha=-size)
+        for scale, indices in by_scale.items():
+            same_scale = ([values[index] for index in indices] for values in (weights, split_updates))
+            foreach._foreach_add_(*same_scale, alpha=-scale)
 
-    def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
+    def _exchange(self, round_: Round, flats: Mapping[int, Tensor]) -> Tensor:
         """Return the orthogonalized updates of this worker's pieces, concatenated in fp32."""
-        gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
-        like = next(iter(flats.values()))
-        sent = _views(_flatten(part.sent), gradients)
-        gathered = self._send(sent, part.sent, part.gathered, like)
-        pieces = _flatten(part.gathered)
-        *starts, entries = itertools.accumulate(map(math.prod, part.owned.values()), initial=0)
-        starts = dict(zip(part.owned, starts, strict=True))
-        whole = gathered.new_empty(entries)
+        gradients = {index: flat.grad for index, flat in flats.items() if flat.grad is not None}
+        like = next(iter(flats.values()))  # any tensor on the device
+        sent = _views(_flatten(round_.sent), gradients)
+        gathered = self._send(sent, round_.sent, round_.gathered, like)
+        pieces = _flatten(round_.gathered)
+        *starts, total = itertools.accumulate(map(math.prod, round_.owned.values()), initial=0)
+        starts = dict(zip(round_.owned, starts, strict=True))
+        whole = gathered.new_empty(total)
         _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
-        self._orthogonalize(part, whole)
-        returned = _within(whole, _flatten(part.returned), starts)
-        return self._send(returned, part.returned, part.received, like).float()
+        self._orthogonalize(round_, whole)
+        returned = _within(whole, _flatten(round_.returned), starts)
+        return self._send(returned, round_.returned, round_.received, like).float()
 
-    def _orthogonalize(self, part: Round, whole: Tensor) -> None:
+    def _orthogonalize(self, round_: Round, whole: Tensor) -> None:
         """Replace the owned matrices, concatenated in `whole`, by their orthogonalized updates.
 
-        On a GPU, all matrices of one shape are batched, so that their number does not add kernels. Each of five
+        On a GPU, all matrices of one shape are batched, so that more matrices do not mean more kernels. Each of five
         temporaries takes as much memory as the batch: 32 MB in bf16 (`ROUND_ENTRIES`), or one matrix if that is larger.
-        On a CPU, only narrow matrices are batched, whose products alone cannot use all cores.
+        On a CPU, only narrow matrices are batched: the product of a single one cannot use all cores.
         """
         start = 0
-        for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
-            count = len(list(run))
-            batched = in_lists(whole) or min(shape) <= _NARROW
-            for size in [count] if batched else [1] * count:
-                stop = start + size * math.prod(shape)
+        for shape, group in itertools.groupby(round_.owned.items(), key=lambda owned: owned[1]):
+            count = len(list(group))
+            batched = uses_foreach(whole) or min(shape) <= _NARROW
+            for batch_size in [count] if batched else [1] * count:
+                stop = start + batch_size * math.prod(shape)
                 matrices = whole[start:stop].view((-1, *shape) if batched else shape)
                 matrices.copy_(orthogonalize(matrices))
                 start = stop
@@ -229,21 +227,22 @@ class Muon(SkippingOptimizer):
     def _send(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
-        """Send `values`, the pieces `sent`; return the pieces `received`, 1-D, in the dtype of orthogonalization."""
+        """Send `values`, the contents of `sent`; return the contents of `received`, concatenated in `self._dtype`."""
         joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
-        return self._workers.all_to_all(joined, *([sum(p.numel for p in ps) for ps in by] for by in (sent, received)))
+        sizes = ([sum(p.numel for p in pieces) for pieces in by_worker] for by_worker in (sent, received))
+        return self._workers.all_to_all(joined, *sizes)
 
 
 def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return the entries of each piece in its flat tensor; `flats` is by their numbers."""
-    flat = {number: x.view(-1) for number, x in flats.items()}
+    """Return views of the entries of each piece in its flat tensor; `flats` maps indices to tensors."""
+    flat = {index: x.view(-1) for index, x in flats.items()}
     return [flat[piece.flat][piece.start : piece.start + piece.numel] for piece in pieces]
 
 
 def _within(whole: Tensor, pieces: Sequence[MatrixPiece], starts: Mapping[int, int]) -> list[Tensor]:
-    """Return the entries of the pieces in `whole`; `starts` are the matrices' offsets in it, by tensor id."""
-    offsets = [starts[piece.tensor_id] + piece.first for piece in pieces]
+    """Return views of the entries of each piece in `whole`; `starts` maps tensor ids to offsets of matrices in it."""
+    offsets = [starts[piece.tensor_id] + piece.matrix_start for piece in pieces]
     return [whole[offset : offset + piece.numel] for offset, piece in zip(offsets, pieces, strict=True)]
 
 

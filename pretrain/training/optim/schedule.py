@@ -13,14 +13,14 @@ _POWER = 0.5  # exponent of the polynomial decay (NVIDIA's LAMB recipe, DeepLear
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
-    """Return the rate of the 0-based optimizer `step`; each phase restarts the schedule.
+    """Return the learning rate of the 0-based optimizer step `step`; each phase restarts the schedule.
 
     The rate warms up linearly from 1 / warmup_steps of the peak to the peak in the last warm-up step. Then it decays
     over the phase's remaining steps, or over its last `decay_steps` after a plateau (warm-up, stable, decay: Hägele et
     al. 2024, arXiv:2405.18392). The first step of the decay still has the peak rate.
 
     This equals transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup or get_wsd_schedule over one
-    more step, without the first step: a rate of 0 would waste a global batch.
+    more step, minus the first step, whose rate of 0 would waste a global batch.
     """
     for phase in phases:
         if step < phase.steps:

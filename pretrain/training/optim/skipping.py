@@ -1,4 +1,4 @@
-"""Optimizers that can skip a step on the device, without the host checking whether the gradients are finite."""
+"""Optimizers that skip a step on the device if `found_inf` says so, so that the host need not check the gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,36 +10,36 @@ from pretrain.training.optim.lists import foreach
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer with `found_inf` as in torch's fused AdamW.
+    """An optimizer with `found_inf`, as torch's fused AdamW has it.
 
     Attributes:
-        found_inf: fp32 scalar: 1 skips the next step on the device, and weights and state stay bit-identical; 0 takes
-            the step. None also takes it, with fewer kernels.
+        found_inf: fp32 scalar. 1 skips the next step on the device: weights and state stay bit-identical. 0 does not
+            skip it, nor does None, which takes fewer kernels.
     """
 
     found_inf: Tensor | None = None
-    _applied: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` skips it, else 1
+    _applied: Tensor | None = None  # fp64 scalar: 0 if `found_inf` skips the current step, else 1
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
-        self._complements: dict[float, Tensor] = {}  # cache of `_one_minus`'s results in a step
+        self._complements: dict[float, Tensor] = {}  # cache of the results of `_one_minus` in a step
 
     def _prepare_skip(self) -> None:
-        """Prepare the step for `found_inf`: gradients of a skipped step become 0."""
+        """Apply `found_inf` to the gradients, which become 0 in a skipped step."""
         self._applied = None if self.found_inf is None else 1 - self.found_inf.double()
         self._complements.clear()
         if self._applied is None:
             return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # As integers, because NaN times 0 is NaN.
+        # Multiply them as integers, because NaN times 0 is NaN.
         foreach._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._applied.int())
 
     def _factor(self, value: float) -> Any:
-        """Return `value`, or 0 on the device in a skipped step; fp32, as kernels round host numbers."""
+        """Return `value`, but 0 in a skipped step, as an fp32 tensor if a step may be skipped."""
         return value if self._applied is None else (value * self._applied).float()
 
     def _one_minus(self, value: float) -> Any:
-        """Return 1 - `value`, or 1 on the device in a skipped step."""
+        """Return 1 - `value`, but 1 in a skipped step."""
         if self._applied is None:
             return 1 - value
         if value not in self._complements:
@@ -47,12 +47,12 @@ class SkippingOptimizer(torch.optim.Optimizer):
         return self._complements[value]
 
     def _advance_counts(self, counts: Sequence[Tensor]) -> None:
-        """Increment the step counts of the parameters, scalars."""
+        """Increment the step counts of parameters, which are scalars."""
         # Adding a single tensor to a list would read its value on the host.
         foreach._foreach_add_(counts, 1 if self._applied is None else [self._factor(1.0)] * len(counts))
 
     def _lerp_means(self, means: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
-        """Update running means with `values` at `weight`; `values` are 0 in a skipped step."""
+        """Update running means with `values`, which get the weight `weight` and are 0 in a skipped step."""
         if self._applied is None:
             foreach._foreach_lerp_(means, values, weight)
         else:  # `_foreach_lerp_` does not accept a weight on the device

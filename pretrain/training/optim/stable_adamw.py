@@ -1,23 +1,23 @@
-"""AdamW that lowers a tensor's rate while its gradients exceed what their second moments predict."""
+"""AdamW that lowers a tensor's learning rate while its gradients exceed what their second moments predict."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.lists import batches, foreach, in_lists
-from pretrain.training.optim.tensorwise import TensorPiece, TensorwiseOptimizer, divide_means
+from pretrain.training.optim.lists import batches, foreach, uses_foreach
+from pretrain.training.optim.tensorwise import TensorPiece, TensorwiseOptimizer, write_adam_updates
 
 
 class StableAdamW(TensorwiseOptimizer):
     """StableAdamW, Wortsman et al. 2023 (arXiv:2304.13013), Algorithm 2: AdamW with AdaFactor's update clipping.
 
-    The rate of each tensor, weight decay included, is divided by max(1, RMS), the root mean square of
+    The learning rate of each tensor, also for weight decay, is divided by max(1, RMS), the root mean square of
     gradient / sqrt(second moment). ModernBERT's recipe uses it instead of gradient clipping, as implemented in
-    warner-benjamin/optimi (stableadamw.py), to which this class is equivalent. Its debiased betas equal the
+    warner-benjamin/optimi (stableadamw.py), to which this class is equivalent: debiased betas there have the effect of
     bias-corrected moments here. A stacked `qkv_weight` is treated as three tensors.
 
-    Groups have `names`. `step` overwrites the gradient.
+    Each param group has an entry `names`, one name per parameter. `step` overwrites the gradient.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class StableAdamW(TensorwiseOptimizer):
         for group in self.param_groups:
             pieces = self._start_step(group, self._pieces(group))
             if pieces:
-                runs = batches([piece.weights for piece in pieces])
-                ratios = [self._update(group, pieces[run]) for run in runs]
+                slices = batches([piece.weights for piece in pieces])
+                ratios = [self._update(group, pieces[batch]) for batch in slices]
                 stepped.append((group, pieces, torch.cat(ratios)))
-        sums = self._zeros()
+        sums = self._zero_sums()
         for _, pieces, square_ratios in stepped:
             index, sizes = self._ids_and_sizes(pieces)
             sums[0].index_add_(0, index, square_ratios)
@@ -54,20 +54,20 @@ class StableAdamW(TensorwiseOptimizer):
             factors = scales[self._ids_and_sizes(pieces)[0]].to(torch.float32)
             decay = 1 - factors * (group["lr"] * group["weight_decay"])
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            # Two kernels per piece: torch has none for a list of factors on the device.
+            # This takes two kernels per piece: torch has none for a list of factors on the device.
             foreach._foreach_mul_(weights, decay.unbind())
             foreach._foreach_addcmul_(weights, updates, factors.unbind(), value=-group["lr"])
 
-    def _update(self, group: dict[str, Any], run: list[TensorPiece]) -> Tensor:
-        """Update the moments, replace gradients by Adam's updates, and return the fp64 sums of squared ratios."""
-        corrected = self._advance(group, run)
-        ratios = [piece.gradient for piece in run]
+    def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> Tensor:
+        """Update moments, overwrite gradients with Adam's updates, and return the fp64 sums of squared ratios."""
+        corrected = self._update_moments(group, pieces)
+        ratios = [piece.gradient for piece in pieces]
         foreach._foreach_mul_(ratios, ratios)
         foreach._foreach_div_(ratios, foreach._foreach_clamp_min(corrected, group["eps"] ** 2))
-        if not in_lists(ratios[0]):
+        if not uses_foreach(ratios[0]):
             sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
         else:  # ratios are not negative: their L1 norm is their sum
             sums = foreach._foreach_norm(ratios, 1, dtype=torch.float64)
         square_ratios = torch.stack(list(sums))
-        divide_means(group, run, corrected)
+        write_adam_updates(group, pieces, corrected)
         return square_ratios

@@ -1,6 +1,6 @@
-"""Optimizers whose step depends on whole tensors, over ZeRO's flat shards with pieces of many tensors.
+"""Optimizers whose step depends on whole tensors, although ZeRO's flat shards hold pieces of many tensors.
 
-They get a table that maps pieces to tensors, sum statistics by tensor and over the workers, and then step.
+Given a table that maps pieces to tensors, they sum per-tensor statistics, all-reduce them, and then step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 
 from pretrain.model.parameters import stacked_parts
-from pretrain.training.optim.lists import common, foreach, in_lists
+from pretrain.training.optim.lists import foreach, single_or_list, uses_foreach
 from pretrain.training.optim.skipping import SkippingOptimizer
 
-# torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings the error is 1.1e-3
-# (measured, torch 2.13 CPU). Norms of rows this long are exact to 1e-7; their squares are added in fp64.
+# torch computes norms in fp32: over the 31 M entries of BERT-Large's word embeddings, the error is 1.1e-3 (measured,
+# torch 2.13 on a CPU). Norms of rows of this length are exact to 1e-7; their squares are added in fp64.
 _NORM_ROW = 1 << 16
 
 
 class Segment(NamedTuple):
-    """Entries `start` to `stop` of a flat parameter, which are entries of tensor `tensor_id` from `first` on."""
+    """Entries [start, stop) of a flat parameter, which belong to one tensor."""
 
     start: int
     stop: int
     tensor_id: int
-    first: int = 0
+    tensor_start: int = 0  # index of the first of these entries in the flattened tensor
 
 
 class TensorPiece(NamedTuple):
-    """Entries of a tensor in a step: 1-D views, and bias corrections of the moments."""
+    """One worker's entries of a tensor in a step: 1-D views of weights, gradient and moments."""
 
     tensor_id: int
-    correction1: Tensor  # fp32 scalars; the pieces of a parameter share them
-    correction2: Tensor
+    correction1: Tensor  # bias correction of `exp_avg`, an fp32 scalar that the pieces of a parameter share
+    correction2: Tensor  # bias correction of `exp_avg_sq`, likewise
     weights: Tensor
     gradient: Tensor
-    mean: Tensor
-    square: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
-def number_tensors(names: Iterable[str]) -> dict[str, range]:
-    """Return tensor ids by parameter name: one, or several for stacked projections such as query, key and value."""
+def assign_tensor_ids(names: Iterable[str]) -> dict[str, range]:
+    """Return the tensor ids of each parameter: one, or several for stacked projections such as query, key and value."""
     ids: dict[str, range] = {}
     count = 0
     for name in names:
@@ -50,26 +50,25 @@ def number_tensors(names: Iterable[str]) -> dict[str, range]:
     return ids
 
 
-def cut_segments(ids: range, numel: int, first: int, last: int, offset: int) -> list[Segment]:
-    """Return the segments of entries `first` to `last` of one parameter, at `offset` in a flat shard.
+def cut_segments(ids: range, numel: int, start: int, stop: int, offset: int) -> list[Segment]:
+    """Return the segments of entries [start, stop) of one parameter, which are stored at `offset` in a flat shard.
 
     Args:
-        ids: the parameter's tensor ids, from `number_tensors`; its `numel` entries divide evenly among them.
-        numel: entries of the whole parameter.
-        first, last: half-open range of the entries in this shard; may be empty.
-        offset: position of entry `first` in the shard.
+        ids: the parameter's tensor ids, from `assign_tensor_ids`; each tensor has an equal part of the entries.
+        numel: number of entries of the whole parameter.
+        start, stop: range of the entries in this shard; may be empty.
+        offset: index of entry `start` in the shard.
     """
-    part = numel // len(ids)
-    segments = []
-    for number, tensor_id in enumerate(ids):
-        start, stop = max(first, number * part), min(last, (number + 1) * part)
-        if start < stop:
-            segments.append(Segment(offset + start - first, offset + stop - first, tensor_id, start - number * part))
+    size, segments = numel // len(ids), []
+    for index, tensor_id in enumerate(ids):
+        first, end = max(start, index * size), min(stop, (index + 1) * size)
+        if first < end:
+            segments.append(Segment(offset + first - start, offset + end - start, tensor_id, first - index * size))
     return segments
 
 
 def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Return views of the segments of a flat tensor, which are in ascending order."""
+    """Return a view of each segment of a flat tensor; the segments are in ascending order."""
     sizes, indices, end = [], [], 0
     for start, stop, *_ in segments:
         if start > end:
@@ -84,8 +83,9 @@ def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
-    Groups have `names`. Parameters must be contiguous fp32. Before the first step, call `set_segments` and set the
-    state: moments and a step count. A stacked parameter is treated as several tensors.
+    Each param group has an entry `names`, one name per parameter. Parameters must be contiguous fp32. Before the first
+    step, call `set_segments` and set the state: moments and a step count. A stacked parameter is treated as several
+    tensors.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -101,34 +101,34 @@ class TensorwiseOptimizer(SkippingOptimizer):
         tensor_count: int,
         reduce: Callable[[Tensor], Any],
     ) -> None:
-        """Set the content of the flat parameters, after a wrapper has flattened and sharded them.
+        """Set which tensors the flat parameters contain, after a wrapper has flattened and sharded them.
 
         Args:
-            segments: for each flat parameter that steps by tensor, its pieces in ascending order. Entries outside of
-                pieces are padding and are not changed.
-            tensor_count: number of tensors over all workers; ids are smaller.
-            reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once if any of
-                its groups steps by tensor, so all workers must step the same groups in the same order.
+            segments: for each flat parameter whose step depends on whole tensors, its segments in ascending order.
+                Entries outside of segments are padding and are not changed.
+            tensor_count: number of tensors over all workers, which exceeds every id.
+            reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once if the step
+                of any group depends on whole tensors, so all workers must step the same groups.
         """
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
         self._cached_ids.clear()
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
-        """Yield the group's parameters with their pieces."""
+        """Yield the group's parameters with their segments."""
         return ((parameter, self._segments[parameter]) for parameter in group["params"])
 
     def _start_step(
-        self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]
+        self, group: dict[str, Any], segmented: Iterable[tuple[Tensor, Sequence[Segment]]]
     ) -> list[TensorPiece]:
         """Return the pieces of the parameters that have a gradient, and increment their step counts."""
-        present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
+        present = [(parameter, segments) for parameter, segments in segmented if parameter.grad is not None]
         if not present:
             return []
         states = [self.state[parameter] for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         self._advance_counts(counts)
         # The counts stay on the device: reading them would wait for all queued work. Until the first step that is not
-        # skipped, they are 0, and so would be the corrections.
+        # skipped, they are 0; the corrections would be 0, too.
         steps = torch.stack(counts).double().clamp(min=1)
         corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
         pieces: list[TensorPiece] = []
@@ -141,17 +141,17 @@ class TensorwiseOptimizer(SkippingOptimizer):
             ]
         return pieces
 
-    def _advance(self, group: dict[str, Any], run: Sequence[TensorPiece]) -> list[Tensor]:
+    def _update_moments(self, group: dict[str, Any], pieces: Sequence[TensorPiece]) -> list[Tensor]:
         """Update the moments of pieces with their gradients; return copies of the bias-corrected second moments."""
-        _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
+        _, _, corrections, _, gradients, exp_avgs, exp_avg_sqs = zip(*pieces, strict=True)
         beta1, beta2 = group["betas"]
-        self._lerp_means(means, gradients, 1 - beta1)
-        foreach._foreach_mul_(squares, self._one_minus(1 - beta2))
-        foreach._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-        return list(foreach._foreach_div(squares, common(corrections)))
+        self._lerp_means(exp_avgs, gradients, 1 - beta1)
+        foreach._foreach_mul_(exp_avg_sqs, self._one_minus(1 - beta2))
+        foreach._foreach_addcmul_(exp_avg_sqs, gradients, gradients, value=1 - beta2)
+        return list(foreach._foreach_div(exp_avg_sqs, single_or_list(corrections)))
 
     def _ids_and_sizes(self, pieces: Sequence[TensorPiece]) -> tuple[Tensor, Tensor]:
-        """Return (int64 tensor ids, fp64 numbers of entries) of pieces, cached on their device."""
+        """Return (int64 tensor id, fp64 number of entries) of each piece, cached on the device of the pieces."""
         key = tuple((piece.tensor_id, piece.weights.numel()) for piece in pieces)
         if key not in self._cached_ids:
             ids, sizes = zip(*key, strict=True)
@@ -159,32 +159,32 @@ class TensorwiseOptimizer(SkippingOptimizer):
             self._cached_ids[key] = torch.tensor(ids).to(device), torch.tensor(sizes, dtype=torch.float64).to(device)
         return self._cached_ids[key]
 
-    def _zeros(self) -> Tensor:
-        """Return fp64 zeros [2, tensors] on the device of the parameters."""
+    def _zero_sums(self) -> Tensor:
+        """Return zeros for two sums per tensor, fp64 [2, tensors], on the device of the parameters."""
         device = next(p.device for group in self.param_groups for p in group["params"])
         return torch.zeros(2, self._tensor_count, dtype=torch.float64, device=device)
 
 
-def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
-    """Replace the gradients of pieces by Adam's update; overwrite the second moments `corrected`."""
+def write_adam_updates(group: dict[str, Any], pieces: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
+    """Overwrite the gradients of pieces with Adam's updates; `corrected`, their second moments, become invalid."""
     foreach._foreach_sqrt_(corrected)
     foreach._foreach_add_(corrected, group["eps"])
-    foreach._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
-    gradients = [piece.gradient for piece in run]
-    foreach._foreach_copy_(gradients, [piece.mean for piece in run])
+    foreach._foreach_mul_(corrected, single_or_list([piece.correction1 for piece in pieces]))
+    gradients = [piece.gradient for piece in pieces]
+    foreach._foreach_copy_(gradients, [piece.exp_avg for piece in pieces])
     foreach._foreach_div_(gradients, corrected)
 
 
-def square_sums(values: Sequence[Tensor]) -> Tensor:
-    """Return fp64 [len(values)], the sum of squares of each 1-D tensor."""
-    if not in_lists(values[0]):
-        return torch.stack([square_sum(x) for x in values])
-    # The CUDA kernel first sums chunks of 2^16 entries, and then the chunks (aten ForeachReduceOp.cu).
+def sums_of_squares(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each 1-D tensor, fp64 [len(values)]."""
+    if not uses_foreach(values[0]):
+        return torch.stack([sum_of_squares(x) for x in values])
+    # The CUDA kernel sums chunks of 2^16 entries, then their sums (aten ForeachReduceOp.cu), so fp32 suffices.
     return torch.stack(foreach._foreach_norm(values, 2, dtype=torch.float32)).double().square()
 
 
-def square_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of `values` [n], an fp64 scalar."""
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Return the sum of squares of a 1-D tensor, an fp64 scalar."""
     whole = values.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1, dtype=torch.float32).double()
     tail = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()

@@ -13,7 +13,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.objectives import objective_of
+from pretrain.objectives import make_objective
 from pretrain.planning import pace, work
 
 MAX_EPOCHS = 10.0
@@ -69,7 +69,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     """Return the cost per sequence of each phase, measured on batches of the config's prepared corpus."""
     shards = open_shards(config.corpus.folder, "train")
     rows = config.model.rows(shards.vocabulary_size)
-    counted = objective_of(config, rows, teacher)
+    counted = make_objective(config, rows, teacher)
     costs = []
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
