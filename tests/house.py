@@ -129,7 +129,7 @@ def private_names() -> list[tuple[str, str]]:
     An owner is a module or module:Class. A name that ends in * counts once.
     """
     page = (ROOT / "docs/decisions/0158-private-names.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| `([\w.:]+)` \| `(\w+\*?)` \| .+ \|$", page, re.ALLOW_TABS_AND_NEWLINES)
+    return re.findall(r"^\| `([\w.:]+)` \| `(\w+\*?)` \| .+ \|$", page, re.MULTILINE)
 
 
 def unlisted_private_names() -> list[str]:

@@ -235,16 +235,16 @@ class SourceSamples:
     def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window, and prefetch its blocks of the next window."""
         assert self._streamed is not None
-        lease = self._streamed.cache.hold(self._streamed.indices[self.order.blocks(epoch, window)[local]])
+        lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local]])
         following = self.order.following(epoch, window)
-        self._streamed.cache.fetch_ahead(self._streamed.indices[following[self._local_blocks(following)]])
+        self._streamed.cache.fetch_ahead(self._streamed.block_indices[following[self._local_blocks(following)]])
         return lease
 
     def held_bytes(self) -> int:
         """Return the maximum bytes of the source that this machine holds in its cache at once."""
         if self._streamed is None:
             return 0
-        cache, indices = self._streamed.cache, self._streamed.indices
+        cache, indices = self._streamed.cache, self._streamed.block_indices
         total, largest = cache.bytes_of(indices), cache.largest(indices)
         windows = self.order.largest_adjacent()
         return min(total, largest * sum(len(self._local_blocks(blocks)) + 1 for blocks in windows))

@@ -191,7 +191,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
     from pretrain.batches.batch import masked_batch
     from pretrain.checkpoint import hf
     from pretrain.model.heads import PretrainingModel
-    from pretrain.reporting.fill_mask import MaskedSentence, masked
+    from pretrain.reporting.fill_mask import MaskedSentence, mask_sentence
 
     shape, state, next_sentence = hf.load(folder)
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
@@ -201,7 +201,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
     ids = [special["cls"], *tokens, special["sep"]]
     ids[3] = special["mask"]
     with torch.inference_mode():
-        ours = model.masked_logits(masked_batch([masked(MaskedSentence(tokens, 2), special)]))
+        ours = model.masked_logits(masked_batch([mask_sentence(MaskedSentence(tokens, 2), special)]))
         expected = theirs(input_ids=torch.tensor([ids])).logits[0, 3:4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

@@ -355,7 +355,7 @@ def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated
     adaptation = {"replay_corpus": str(tmp_path / "general"), "replay_share": 0.2}
     config = PretrainConfig.model_validate({**values, "start_from": "start", "adaptation": adaptation})
     corpora = Corpora.open(config)
-    assert corpora.replay_corpus is None
+    assert corpora.general_held_out is None
     # Workers with another text to replay are refused all the same.
     assert corpora.training.fingerprint != corpora.domain.fingerprint
     assert corpora.training.fingerprint in corpora.fingerprints().values()
@@ -381,7 +381,7 @@ def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytes
     own, general = (make_corpus(tmp_path / name, documents=20, vocabulary_size=300) for name in ("own", "general"))
     paths = {"start_from": "~/start", "adaptation__replay_corpus": "~/general"}
     config = pretraining(own, tmp_path / "run", [(32, 8, 2)], **paths)
-    general_of_run = Corpora.open(PretrainConfig.model_validate(config)).replay_corpus
+    general_of_run = Corpora.open(PretrainConfig.model_validate(config)).general_held_out
     assert general_of_run is not None
     assert general_of_run.folder == general
     assert fetched_model("~/start") == tmp_path / "start"

@@ -212,7 +212,7 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
     sequences = list(masked_sequences(ours.tokenizer, ours.special_ids, read_documents(paths), how))
     nats, hits, count = 0.0, 0, 0
     for sequence in sequences:
-        ids, places, labels = sequence.masked.ids, sequence.masked.places, sequence.masked.labels
+        ids, places, labels = sequence.masked.ids, sequence.masked.masked_positions, sequence.masked.labels
         assert len(ids) <= 16
         assert (ids[0], ids[-1]) == (SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]"))
         with torch.no_grad():
@@ -248,7 +248,7 @@ def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
     def masks(documents: Sequence[str], **settings: Any) -> list[Any]:
         how = HeldOutSettings(**settings)
         return [
-            (one.masked.ids.tolist(), one.masked.places.tolist())
+            (one.masked.ids.tolist(), one.masked.masked_positions.tolist())
             for one in masked_sequences(model.tokenizer, model.special_ids, documents, how)
         ]
 
@@ -259,8 +259,8 @@ def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
     places = [place for _, chosen in alone for place in chosen]
     sequences = list(masked_sequences(model.tokenizer, model.special_ids, [document], HeldOutSettings()))
     assert len(places) / sum(one.tokens for one in sequences) == pytest.approx(0.15, abs=0.01)
-    changed = np.concatenate([one.masked.ids[one.masked.places] != one.masked.labels for one in sequences])
-    masked = np.concatenate([one.masked.ids[one.masked.places] == model.mask_id for one in sequences])
+    changed = np.concatenate([one.masked.ids[one.masked.masked_positions] != one.masked.labels for one in sequences])
+    masked = np.concatenate([one.masked.ids[one.masked.masked_positions] == model.mask_id for one in sequences])
     assert masked.mean() == pytest.approx(0.8, abs=0.1)
     assert 0 < (changed & ~masked).mean() < 0.25  # random tokens
     assert 0 < (~changed).mean() < 0.25

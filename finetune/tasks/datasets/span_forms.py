@@ -66,7 +66,7 @@ def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
 def _with_code_points(span: Any, indices: Sequence[int]) -> Any:
     if not isinstance(span, Mapping):
         return span
-    bounds = {key: span.get(key) for key in ("start", "end") if type(span.get(key)) is int}
+    bounds = {key: span[key] for key in ("start", "end") if type(span.get(key)) is int}
     return {**span, **{key: indices[unit] for key, unit in bounds.items() if 0 <= unit < len(indices)}}
 
 

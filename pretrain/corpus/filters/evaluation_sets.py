@@ -62,7 +62,7 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
         first.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, first_index = np.unique(hashes, return_index=True)
-    arrays = {"lengths": np.unique(lengths), "first": np.array(first), "hashes": distinct}
+    arrays: dict[str, Any] = {"lengths": np.unique(lengths), "first": np.array(first), "hashes": distinct}
     with atomic_open(path) as file:
         np.savez(file, **arrays, texts=examples[first_index], beginnings=np.unique(prefixes))
     return sizes
