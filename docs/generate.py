@@ -371,7 +371,7 @@ def _config_cells(name: str, model: str, steps: str, text: str, time: str) -> li
         model = _model(config, size)
     if cluster := re.match(r"(\d+) x (H100).*?: ", time):
         shown = dry_run(config, on=f"{cluster[1]}x{cluster[2]}")
-        least, usual = re.findall(r"total: +at least ([\d.]+ \w+) on .*; about ([\d.]+ \w+) as", shown)[0]
+        least, usual = re.findall(r"total: +at least ([\d.]+ \w+) on .*; about ([\d.]+ \w+) expected", shown)[0]
         time = f"{cluster[0]}{least}" + f" to {usual}" * (usual != least)
     return [model, steps, text, time]
 

@@ -157,8 +157,7 @@ class Sampler:
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
-        self.shards = shards
-        self.pairs = pairs
+        self.shards, self.pairs = shards, pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
         self.special_tokens = 3 if self.paired else 2  # per sequence, not counting separators between documents

@@ -578,7 +578,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(pr
 
 def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(proxy, tmp_path, monkeypatch) -> None:
     save(make_saver(StoredRun(RUN, tmp_path / "first"), tmp_path / "first"), 1)
-    monkeypatch.setattr(folders, "cache", lambda: tmp_path / threading.current_thread().name)  # each has its own
+    monkeypatch.setattr(folders, "cache_folder", lambda: tmp_path / threading.current_thread().name)  # each has its own
     proxy.requests.clear()
     proxy.plan = [Fault("slow", "GET .*safetensors", 2)]
     with ThreadPoolExecutor(2) as pool:

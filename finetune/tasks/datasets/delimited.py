@@ -68,7 +68,7 @@ def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter
 
 
 def iterate_lines(text: str) -> Iterable[str]:
-    """Return the lines of `text` with their line ends, as `pretrain.common.quoting` expects them."""
+    """Return the lines of `text` with their newlines, as `pretrain.common.quoting` expects them."""
     return io.StringIO(text, newline="")
 
 
