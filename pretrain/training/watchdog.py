@@ -56,7 +56,7 @@ _WRITE_SECONDS = 10.0  # time limit for writing stacks and hang.json; the storag
 _INNERMOST = 8  # number of innermost frames of a stack to inspect
 # Python modules in whose functions a rank waits for other ranks.
 COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
-# On a GPU, these modules and functions, and the modules in `launching`, only launch kernels and copies, or read a result.
+# On a GPU, these modules and functions, and what `launching` lists, only launch kernels and copies, or read a result.
 # A host that stays in one of them waits for a collective, directly or because the device's queue is full.
 LAUNCHING = (
     "deepspeed.runtime",
