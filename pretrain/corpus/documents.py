@@ -23,7 +23,7 @@ from pretrain.common.wording import counted
 from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
-from pretrain.corpus.inputs import LEFT_OUT, first_faults
+from pretrain.corpus.inputs import SKIP_COUNTERS, first_faults
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # two, since a random next sentence comes from another document
@@ -49,7 +49,7 @@ class ChunkSummary:
     parts: list[str]  # part files with the documents that remain after filtering
     filtered: list[dict[str, Any]] = field(default_factory=list)  # entries of a `Report` on dropped documents
     seen: list[int] = field(default_factory=list)  # indices of evaluation examples that occur in documents
-    left_out: dict[str, int] = field(default_factory=dict)  # `Problems.left_out`
+    left_out: dict[str, int] = field(default_factory=dict)  # `Problems.skip_counts`
 
     @property
     def dropped(self) -> int:
@@ -423,7 +423,7 @@ class Documents:
     def skipped_paragraphs(self, source: int) -> dict[str, int]:
         """Return {paragraphs, characters, read_characters} of headings that a reader skipped; {} if there are none."""
         total = sum((Counter(summary.left_out) for summary in self._summaries if summary.source == source), Counter())
-        return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}
+        return {key: total[key] for key in SKIP_COUNTERS} if total["paragraphs"] else {}
 
     def statistics(self, source_count: int) -> list[dict[str, int]]:
         """Return the counts of each source for the card."""

@@ -31,29 +31,29 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # minimum text per chunk
-_MAX_SHOWN = 3  # maximum faults listed in an error
-_MAX_BAD_SHARE = 0.2  # maximum share of invalid characters in a document; Latin-1 has fewer, GB 18030 or KOI8 more
-_ALLOWED_BAD = 5  # number of invalid characters that are always accepted, such as the accents of a short line
-_MAX_NUL_SHARE = 0.25  # maximum share of NUL in the first bytes; UTF-16 has more in Latin text, some in other scripts
-_HEAD_BYTES = 4096
-_BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also inside files that were concatenated
+_MAX_SHOWN = 3  # maximum faults listed in a message
+# Text with up to 5 invalid characters plus 20 % is read, such as Latin-1; with more, it is skipped: GB 18030, KOI8.
+_MAX_INVALID, _MAX_INVALID_SHARE = 5, 0.2
+_HEAD_BYTES = 4096  # number of first bytes in which NULs are counted
+_MAX_NUL_SHARE = 0.25  # maximum share of NULs in valid UTF-8; Latin text in UTF-16 has more
+_MAX_NUL_SHARE_IF_INVALID = 0.005  # the same for text with invalid characters; other scripts in UTF-16 have more
+_BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # at the start of any line, since files may be concatenated
 _NOT_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
-_COLUMN_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # binary formats with only one kind
-_ROW_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
+_BINARY_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # only kind for a suffix
+_TEXT_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}  # usual kind
 _UNSUPPORTED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
 """Suffixes of archives and compressed files that cannot be read, and would otherwise be mistaken for text."""
 
-BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""The errors that are raised by reading a damaged file, whether it is compressed or not."""
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""The errors raised by reading a damaged file, whether it is compressed or not."""
 
-
-LEFT_OUT = ("paragraphs", "characters", "read_characters")
-"""Keys of `Problems.left_out`: number of paragraphs skipped as non-text, their characters, all characters read."""
+SKIP_COUNTERS = ("paragraphs", "characters", "read_characters")
+"""Keys of `Problems.skip_counts`: paragraphs skipped as non-text, characters in them, all characters read."""
 
 
 class Problems:
@@ -61,7 +61,7 @@ class Problems:
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
-        self.left_out: Counter[str] = Counter()  # by the names in LEFT_OUT
+        self.skip_counts: Counter[str] = Counter()  # has the keys SKIP_COUNTERS
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
@@ -71,7 +71,7 @@ class Problems:
 
     def count_skipped(self, paragraph: str) -> None:
         """Count a paragraph that is skipped as non-text, such as a heading; this is not a fault."""
-        self.left_out.update(paragraphs=1, characters=len(paragraph))
+        self.skip_counts.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add the `entries` of other `Problems`, such as from another process."""
@@ -85,12 +85,12 @@ class Problems:
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     """Describe the first `entries` of `Problems` in one line: where, what, and how often."""
-    described = []
+    shown = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
-        described.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+        shown.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
     more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
-    return "; ".join([*described, *more])
+    return "; ".join([*shown, *more])
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Input:
 
     paths: tuple[str, ...]
     bytes: int
-    problems: tuple[dict[str, Any], ...] = ()  # faults found while listing a source's inputs, in its first input only
+    problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the source's inputs; only the first has them
 
     @property
     def is_remote(self) -> bool:
-        """True for a shard of a data set on the hub, named `hub:<name>@<revision>#<shard>/<shards>`."""
+        """True for a shard of a data set on the hub, named `hub:<name>@<revision>#<index>/<number of shards>`."""
         return bool(self.paths) and self.paths[0].startswith("hub:")
 
 
@@ -112,11 +112,11 @@ class Span:
     """A range of an input, cut by the source's reader."""
 
     start: int = 0  # offset of the first byte, row or row group, depending on the kind of source
-    end: int = 0
+    end: int = 0  # offset after the last one
     data: Any = None  # the content itself, if the file must be read in order
     bytes: int = 0  # size in the file, for the progress bar
     problems: list[dict[str, Any]] = field(default_factory=list)
-    is_stream: bool = False  # a whole file that must be read in order, to be cut by `sources.cut_stream`
+    is_stream: bool = False  # whether it is a whole file to be read in order, which `sources.cut_stream` cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +146,13 @@ class SourceReader:
         self.config = config
         self.problems = Problems()  # files skipped while listing the inputs
 
-    def find(self, where: str) -> list[Input]:
-        """Return the inputs in a fixed order. `where` is the source's path in the config, for errors.
+    def find(self, config_key: str) -> list[Input]:
+        """Return the inputs in a fixed order. `config_key` is the source's key in the config, for errors.
 
         Raises:
             InputError: no file is found, or one cannot be read.
         """
-        return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
+        return [Input((str(file),), file_size(file, config_key)) for file in self.find_files(config_key)]
 
     def text_bytes(self, item: Input) -> float:
         """Estimate the bytes of text from the file sizes; infinite on the hub, where sizes are unknown."""
@@ -176,39 +176,39 @@ class SourceReader:
         """Return whether a file in a folder is read."""
         return not self.suffixes or plain_suffix(file) in self.suffixes
 
-    def find_files(self, where: str) -> list[Path]:
-        """Return the files at the config's `path`: a file, a folder, a glob, or an address, which is fetched.
+    def find_files(self, config_key: str) -> list[Path]:
+        """Return the files at the config's `path`: a file, a folder, a glob, or an object-store URL, which is fetched.
 
         Raises `InputError` if there are none.
         """
         path = Path(self.config.path).expanduser()
         if is_remote(self.config.path):
-            files = folders.fetch_found(self.config.path, self.stored_files(objects := ObjectStore()), objects)
+            files = folders.fetch_found(self.config.path, self.stored_files(store := ObjectStore()), store)
         elif path.is_dir():
-            files = [file for file in listing.files_in(path, f"{where}.path") if self.accepts(file)]
+            files = [file for file in listing.files_in(path, f"{config_key}.path") if self.accepts(file)]
             files = listing.visible_files(files, path, self.problems.add)
         elif path.exists():
             files = [path]
         else:
             files = listing.matching_files(path, self.problems.add)
         if not files:
-            other_files = listing.files_in(path, f"{where}.path") if path.is_dir() else []
-            raise no_files_error(self.config, where, self.problems.entries(), other_files)
-        if _other_kind(self.config.kind, files, _COLUMN_KINDS):
-            raise no_files_error(self.config, where, (), files)
+            other_files = listing.files_in(path, f"{config_key}.path") if path.is_dir() else []
+            raise no_files_error(self.config, config_key, self.problems.entries(), other_files)
+        if _other_kind(self.config.kind, files, _BINARY_KINDS):
+            raise no_files_error(self.config, config_key, (), files)
         for file in files:
-            _check_name(file, where)
+            _check_name(file, config_key)
         return sorted(files)
 
-    def stored_files(self, objects: ObjectStore) -> dict[str, ListedObject]:
-        """List the objects to read at the config's address, {address: object}, without fetching them."""
+    def stored_files(self, store: ObjectStore) -> dict[str, ListedObject]:
+        """Return the objects to read if the config's `path` is an object-store URL, by URL; none is fetched."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
-        listed = folders.find(address if root == address else f"{root}/**", objects)
+        listed = folders.find(address if root == address else f"{root}/**", store)
         if address in listed:
             return listed
-        is_taken = folders.matches if root != address else lambda name, _: self.accepts(PurePosixPath(name))
-        names = [name.removeprefix(f"{root}/") for name in listed if is_taken(name, address)]
+        is_input = folders.matches if root != address else lambda name, _: self.accepts(PurePosixPath(name))
+        names = [name.removeprefix(f"{root}/") for name in listed if is_input(name, address)]
         hidden = "/." in address.removeprefix(root)
         selected = listing.select_names(
             names, address, lambda name: join(root, name) in listed, self.problems.add, hidden=hidden
@@ -216,33 +216,33 @@ class SourceReader:
         return {join(root, name): listed[join(root, name)] for name in selected}
 
 
-def _check_name(file: Path, where: str) -> None:
+def _check_name(file: Path, config_key: str) -> None:
     """Raise `InputError` if a file's name is not valid UTF-8, or if the file must be unpacked first."""
     try:
         str(file).encode()
     except UnicodeEncodeError:
-        shown = os.fsencode(file).decode("utf-8", "backslashreplace")
-        raise InputError(f"{where}.path: {shown}: its name is not UTF-8. Rename it.") from None
+        printable_name = os.fsencode(file).decode("utf-8", "backslashreplace")
+        raise InputError(f"{config_key}.path: {printable_name}: the file name is not UTF-8. Rename the file.") from None
     suffixes = {plain_suffix(file), file.suffix.lower()}
-    if packed := suffixes & _UNSUPPORTED:
+    if unsupported := suffixes & _UNSUPPORTED:
         raise InputError(
-            f"{where}.path: {file}: {min(packed)} files are not unpacked here. Unpack it, or compress it as one of "
+            f"{config_key}.path: {file}: {min(unsupported)} files cannot be read. Unpack it, or compress it as one of "
             f"{', '.join(COMPRESSED)}."
         )
 
 
 def no_files_error(
-    config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), other_files: Sequence[Path] = ()
+    config: SourceConfig, config_key: str, faults: Sequence[dict[str, Any]] = (), other_files: Sequence[Path] = ()
 ) -> InputError:
-    """Return the error for a source without files to read; its folder has `other_files`. `where` is its config path."""
+    """Return the error for a source without files to read; its folder has `other_files`, listing it gave `faults`."""
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped_pattern(path)
-    advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
-    if kind := _other_kind(config.kind, other_files, {**_COLUMN_KINDS, **_ROW_KINDS}):
+    advice = f"The path is a glob. Write {pattern} to escape the folder's name." if pattern else "Check the path."
+    if kind := _other_kind(config.kind, other_files, {**_BINARY_KINDS, **_TEXT_KINDS}):
         advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
-    if left_out:
-        advice = f"{first_faults(left_out)}. {advice}"
-    return InputError(f"{where}.path: {config.path}: no {config.kind} file found. {advice}")
+    if faults:
+        advice = f"{first_faults(faults)}. {advice}"
+    return InputError(f"{config_key}.path: {config.path}: no {config.kind} file found. {advice}")
 
 
 def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
@@ -252,14 +252,14 @@ def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> s
     return "" if most_common == kind or is_custom(kind) else most_common
 
 
-def grouped(files: Iterable[Path], where: str) -> list[Input]:
+def grouped(files: Iterable[Path], config_key: str) -> list[Input]:
     """Group small files into inputs of about CHUNK_BYTES."""
     inputs: list[Input] = []
     paths: list[str] = []
     total = 0
     for file in files:
         paths.append(str(file))
-        total += file_size(file, where)
+        total += file_size(file, config_key)
         if total >= CHUNK_BYTES:
             inputs.append(Input(tuple(paths), total))
             paths, total = [], 0
@@ -268,22 +268,25 @@ def grouped(files: Iterable[Path], where: str) -> list[Input]:
     return inputs
 
 
-def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
-    """Raise `InputError` if the text column is not in `names(file)`, before any file is prepared.
+def check_column(
+    config: SourceConfig, config_key: str, file: Path, read_names: Callable[[Path], list[str] | None]
+) -> None:
+    """Raise `InputError` if the text column is not in `read_names(file)`. Called before preparing.
 
     If the names cannot be read, nothing is raised: the fault is counted when the file is read.
     """
     import pyarrow as pa
 
     try:
-        columns = names(file)
-    except (ValueError, RecursionError, pa.ArrowException, *BROKEN):
+        columns = read_names(file)
+    except (ValueError, RecursionError, pa.ArrowException, *READ_ERRORS):
         return
     if any("\0" in str(column) for column in columns or ()):
-        raise InputError(f"{where}.path: {file}: {_NOT_UTF8.partition(':')[0]}. Convert it to UTF-8.")
+        raise InputError(f"{config_key}.path: {file}: {_NOT_UTF8.partition(':')[0]}. Convert it to UTF-8.")
     if columns is not None and config.text_column not in columns:
         raise InputError(
-            f"{where}.text_column: {file} has no column {config.text_column!r}; it has {', '.join(map(str, columns))}."
+            f"{config_key}.text_column: {file} has no column {config.text_column!r}; it has "
+            f"{', '.join(map(str, columns))}."
         )
 
 
@@ -294,18 +297,17 @@ class BrokenInputError(Exception):
 def data_spans(
     item: Input, batches: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
-    """Yield spans with data, for an input that is read in order, and a last span that only has the faults.
+    """Yield the spans of an input that is read in order: spans with data, then a last one with only the faults.
 
     `batches` yields (data, bytes of the file read so far), may raise `BrokenInputError`, and may add faults to
     `problems`. `empty` is the data of the last span.
     """
     path, problems = item.paths[0], problems or Problems()
-    position = 0
-    is_empty = True
+    position, is_empty = 0, True
     try:
-        for data, read in batches:
-            yield Span(data=data, bytes=max(0, read - position))
-            position, is_empty = max(position, read), False
+        for data, bytes_read in batches:
+            yield Span(data=data, bytes=max(0, bytes_read - position))
+            position, is_empty = max(position, bytes_read), False
         if is_empty and not problems.entries():
             problems.add(path, "empty file")
     except BrokenInputError as error:
@@ -313,13 +315,13 @@ def data_spans(
     yield Span(data=empty, bytes=max(0, item.bytes - position), problems=problems.entries())
 
 
-def file_size(path: Path, where: str) -> int:
+def file_size(path: Path, config_key: str) -> int:
     """Return the size of a file in bytes. Raises `InputError` if it cannot be read."""
     try:
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
-        raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
+        raise InputError(f"{config_key}.path: {path}: cannot be read ({error.strerror}). Check permissions.") from None
 
 
 def compression(path: PurePath) -> str:
@@ -352,12 +354,12 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
         return _BYTE_ORDER_MARKS.sub("", text) if "\ufeff" in text else text
     except UnicodeDecodeError as error:
         text = raw.decode("utf-8", "replace")
-        bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
+        invalid = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
         location = f"near byte {offset + error.start}"
-        if bad > _ALLOWED_BAD + _MAX_BAD_SHARE * len(text) or nul_share > _MAX_NUL_SHARE / 50:
+        if invalid > _MAX_INVALID + _MAX_INVALID_SHARE * len(text) or nul_share > _MAX_NUL_SHARE_IF_INVALID:
             problems.add(path, _NOT_UTF8, location)
             return ""
-        problems.add(path, "bytes that are not UTF-8", location, bad)
+        problems.add(path, "bytes that are not UTF-8", location, invalid)
         return _BYTE_ORDER_MARKS.sub("", text)
 
 
@@ -366,7 +368,7 @@ def without_surrogates(text: str, path: str, problems: Problems) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        problems.add(path, "half a surrogate pair")
+        problems.add(path, "lone surrogate")
         return text.encode("utf-8", "replace").decode()
     return text
 

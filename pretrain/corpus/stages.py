@@ -274,7 +274,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
         "problems": problems.entries(),
         "filtered": report.entries(),
         "seen": sorted(report.seen),
-        "left_out": problems.left_out,
+        "left_out": problems.skip_counts,
     }
     write_json(state.work / f"{chunk.name}.json", summary)
     return summary

@@ -34,7 +34,7 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
-_SIGNATURE_FILES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # of `growth`; only needed by `prepare`
+_SIGNATURE_FILES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # of documents; only for `prepare`
 _SMALL_FETCHES = 16  # number of simultaneous fetches of block tables, which have a few kilobytes each
 _STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks of a streamed corpus
 
@@ -45,7 +45,7 @@ def is_streamed(corpus: CorpusConfig) -> bool:
 
 
 def fetch_corpus(corpus: CorpusConfig) -> Path:
-    """Fetch the prepared corpus if it is at an address; return its folder.
+    """Fetch the prepared corpus if it is at an address; return its local folder.
 
     With `corpus.cache`, the training text is not fetched, unless the folder already has a full copy.
 
@@ -69,7 +69,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, like `open_shards`.
 
     Args:
-        tokens: whether tokens will be read; if not, the result has no shards for a streamed corpus.
+        tokens: whether tokens will be read; False opens a streamed corpus without its shards.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -78,12 +78,12 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     if split != "train":
         return shards_of(corpus.folder, manifest, split)
     entries = [entry for entry in manifest["shards"] if entry["split"] == split] if tokens else []
-    described = shards_of(corpus.folder, {**manifest, "shards": []}, split)
+    metadata = shards_of(corpus.folder, {**manifest, "shards": []}, split)
     fingerprints = source_fingerprints(manifest)
     if not entries:
-        return replace(described, fingerprints=fingerprints)
-    text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
-    folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
+        return replace(metadata, fingerprints=fingerprints)
+    files = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
+    folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _block_tables(corpus, folder / "blocks.npy", entries)
     stored = [StoredShard(_stored_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
@@ -92,7 +92,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
         Shard(entry["name"], split, entry["source"], *_views(cache, index, entry, manifest), blocks=table, cache=cache)
         for index, (entry, table) in enumerate(zip(entries, tables, strict=True))
     ]
-    return replace(described, fingerprints=fingerprints, shards=shards)
+    return replace(metadata, fingerprints=fingerprints, shards=shards)
 
 
 def _block_tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
@@ -122,12 +122,12 @@ def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tokens, sentences and documents of a shard as views of the cache."""
-    arrays = {array: cache.array(shard, array, *kind) for array, kind in array_types(entry, manifest).items()}
+    arrays = {array: cache.array(shard, array, *layout) for array, layout in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 
 def fetch_without_tokens(corpus: CorpusConfig, *, refresh: bool = False) -> Path:
-    """Like `fetch_corpus`, but only fetch tokenizer and card, if the corpus is not local yet or with `refresh`."""
+    """Fetch only the tokenizer and the card, unless the corpus is local already; with `refresh`, always."""
     if is_remote(corpus.dir) and (refresh or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURE_FILES))
     return corpus.folder
@@ -147,9 +147,9 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
     """Fetch the files that preparing a corpus at an address needs; after the `with` block, store the corpus there.
 
-    Yields whether a corpus is stored at the address; its tokens are not fetched.
+    Yields whether the address already has a corpus, whose tokens are not fetched.
 
-    Raises `InputError` if the address is not writable, `MachineError` if another machine stored a corpus meanwhile.
+    Raises `InputError` if the address is not writable, `MachineError` if another machine stores a corpus meanwhile.
     """
     if not is_remote(corpus.dir):
         yield False
@@ -160,7 +160,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         raise InputError(f"corpus.dir: {error}") from None
     stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
     if stored is not None and not _has_all(corpus.folder, stored):
-        _remove_different(corpus.folder, stored)
+        _remove_outdated(corpus.folder, stored)
         folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
             file.write(stored)
@@ -169,12 +169,12 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         current = folders.read_stored_manifest(corpus.dir, ObjectStore())
         if current not in (None, stored) and not _has_all(corpus.folder, current):
             raise MachineError(
-                f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
-                "the command again: it adds what that corpus lacks."
+                f"{corpus.dir}: another machine stored a corpus there in the meantime, so this one was not stored. Run "
+                "the command again to add the missing sources to the stored corpus."
             )
         lost = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
-        print(f"{corpus.dir}: stored" + (f", and again what was lost there: {', '.join(lost)}" if lost else ""))
+        print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(lost)}" if lost else ""))
         stored = (corpus.folder / MANIFEST).read_bytes()
     finally:
         local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
@@ -183,15 +183,15 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the folder has all files of the corpus with this manifest; it may have more sources."""
+    """Return whether the folder has all files of the corpus with this manifest; it may also have further sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.files_of(manifest)
     return all(local["files"].get(name) == entry for name, entry in stored_files.items() if name not in CARD_FILES)
 
 
-def _remove_different(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder whose content is not as in this manifest."""
+def _remove_outdated(folder: Path, manifest: bytes) -> None:
+    """Remove the files of a folder whose content differs from this manifest."""
     local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
@@ -200,7 +200,7 @@ def _remove_different(folder: Path, manifest: bytes) -> None:
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
-    """Store the number of samples per block; otherwise a streaming machine must read all document offsets."""
+    """Store the numbers of samples per block, so that a streaming machine need not read all document offsets."""
     local = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
     remote = objects.listing(join(corpus.dir, COUNTS)) if local else {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from pretrain.corpus.inputs import BROKEN, COMPRESSED, compression, one_line
+from pretrain.corpus.inputs import COMPRESSED, READ_ERRORS, compression, one_line
 
 READ_BYTES = 1 << 18
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -55,7 +55,7 @@ class TextStream(io.RawIOBase):
         try:
             # `read` of a compressed file would lose the bytes before the damage.
             read: bytes = self._stream.read1(max_bytes)
-        except BROKEN as error:
+        except READ_ERRORS as error:
             self.fault, read = one_line(error), b""
         self._is_at_end = not read
         if not self._is_started and read.startswith(_BYTE_ORDER_MARKS):

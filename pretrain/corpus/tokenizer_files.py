@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
 from pretrain.common.setting_errors import shorten
-from pretrain.corpus.released import class_stem, kind_of, named_class, refuse_python
+from pretrain.corpus.released import class_stem, kind_of, reject_python_tokenizer, tokenizer_class_name
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.vocabulary import bert_tokenizer, entry_ids, read_vocabulary, tokenizer_from_json, vocabulary_size
 
@@ -46,7 +46,7 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
     """
     folder = path if path.is_dir() else path.parent
     declared = declared_types(folder)
-    refuse_python(folder)
+    reject_python_tokenizer(folder)
     file = next((file for file in (folder / "tokenizer.json", folder / "vocab.txt") if file.is_file()), folder)
     file = file if path.is_dir() else path
     if file.suffix == ".json":
@@ -88,7 +88,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 def _check_class(folder: Path, known: tuple[str, ...]) -> None:
     """Raise `InputError` if the class is not in `known`: it may split text in a way that the files do not describe."""
-    path, name = named_class(folder)
+    path, name = tokenizer_class_name(folder)
     if name and class_stem(name) not in known:
         raise InputError(
             f"{path}: tokenizer_class is {name}, which does not tokenize like {known[0]}, and there is no "

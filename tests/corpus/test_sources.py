@@ -185,7 +185,7 @@ CSV = 'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n'
 WRONG_LINES = '{"text": "fine"}\n{"text": 3}\nnot json\n\n{"other": 1}\n["list"]\n{"text": "half \\ud83d"}\n'
 WRONG = [
     "'text' that is not text, line 2 of chunk 0: 1",
-    "half a surrogate pair, : 1",
+    "lone surrogate, : 1",
     "line that is not JSON, line 3 of chunk 0: Expecting value: line 1 column 1 (char 0): 2",
     "line without 'text', line 5 of chunk 0: 2",
 ]
@@ -468,7 +468,7 @@ def test_a_source_of_which_nothing_is_read_says_why(tmp_path: Path, kind: str) -
         refused(named, kind=kind, path=str(tmp_path / path))
     (tmp_path / "texts[v2]/a*b/a.txt").rename(tmp_path / "a")
     pattern = re.escape(str(tmp_path / "texts[[]v2]" / "a[*]b" / "*.txt"))
-    refused(rf"It is a pattern\. Write {pattern} for", kind=kind, path=str(tmp_path / "texts[v2]" / "a*b" / "*.txt"))
+    refused(rf"The path is a glob\. Write {pattern} to", kind=kind, path=str(tmp_path / "texts[v2]" / "a*b" / "*.txt"))
     if kind in ("jsonl", "books", "mediawiki"):
         refused(r"Its files are of kind csv: set kind: csv\.", kind=kind, path=str(tmp_path / "csv"))
         (tmp_path / "csv/gone.txt").symlink_to("gone")
@@ -499,13 +499,15 @@ def test_a_file_that_cannot_be_unpacked_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / name).write_bytes(bytes(range(256)))
     for kind, path in (("books", "*"), ("books", name), ("wikiextractor", "")):
         where = str(tmp_path / path)
-        refused(rf"sources\.0\.path: .*{name}: \.\w+ files are not unpacked here\. Unpack", kind=kind, path=where)
+        refused(rf"sources\.0\.path: .*{name}: \.\w+ files cannot be read\. Unpack", kind=kind, path=where)
 
 
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     for name in (b"a.txt", b"caf\xe9.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("A text.\n")
-    refused(r"0\.path: .*/caf\\xe9\.txt: its name is not UTF-8\. Rename it\.", kind="books", path=str(tmp_path))
+    refused(
+        r"0\.path: .*/caf\\xe9\.txt: the file name is not UTF-8\. Rename the file\.", kind="books", path=str(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_machines_that_add_sources_at_once_lose_none(proxy, tmp_path, monkeypatc
     grown = {**config, "corpus": {**corpus, "sources": [a, c]}}
     with monkeypatch.context() as patch:
         patch.setattr(stages, "write_shard", while_other_stores)
-        with pytest.raises(MachineError, match="another machine has stored a corpus there meanwhile"):
+        with pytest.raises(MachineError, match="another machine stored a corpus there in the meantime"):
             pretrain.prepare(grown)
     folders.fetch(ADDRESS, folder=tmp_path / "reader")  # verifies each file
     pretrain.prepare(grown)

@@ -214,7 +214,7 @@ def test_a_tokenizer_in_python_is_refused_by_its_class(tmp_path: Path, declared:
     for vocabulary in ("tokenizer.json", "vocab.txt"):
         folder = write_bert(tmp_path / vocabulary, vocabulary, **declared)
         (folder / "config.json").write_text(json.dumps(shared))
-        with pytest.raises(InputError, match="is a tokenizer in Python, which the files do not replace"):
+        with pytest.raises(InputError, match="is a tokenizer in Python, which the other files do not"):
             read_tokenizer(folder)
         with pytest.raises(InputError, match="is a tokenizer in Python"):
             load_vocabulary(folder, lowercase=True)

@@ -362,7 +362,7 @@ def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_
     capsys.readouterr()
     assert main(["prepare", config]) == 0
     said = capsys.readouterr().out
-    assert f"{address}: stored, and again what was lost there: {lost}\n" in said
+    assert f"{address}: stored; missing files were restored: {lost}\n" in said
     assert f"{address}: already prepared" in said
     assert objects.read(f"{address}/{lost}") == (local_path(address) / lost).read_bytes()
     objects.write(f"{address}/{lost}", b"cut")

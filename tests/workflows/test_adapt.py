@@ -184,7 +184,7 @@ def test_a_short_text_is_cut_into_documents_enough_to_hold_some_out(tmp_path: Pa
     find_sources([note], pieces)
     assert len(pieces.read_text().splitlines()) == 15  # of four paragraphs each
     note.write_text("One line.\n\nAnother line.\n")
-    refused(r"note\.txt: 2 paragraphs; at least 3 are needed, as 2 are held out", find_sources, [note], pieces)
+    refused(r"note\.txt: 2 documents; at least 3 are needed, as 2 are held out", find_sources, [note], pieces)
     (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
     assert len(find_sources([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
 

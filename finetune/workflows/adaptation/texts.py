@@ -1,4 +1,4 @@
-"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text into documents to hold some out."""
+"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text so that some can be held out."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from pretrain.common.files import atomic_open, sha256_file
 from pretrain.common.wording import counted
 from pretrain.corpus.card import MAX_LEFT_OUT
 from pretrain.corpus.formats import PLAIN, files_below, kind_of, passages_of
-from pretrain.corpus.inputs import LEFT_OUT, Problems, first_faults
+from pretrain.corpus.inputs import SKIP_COUNTERS, Problems, first_faults
 from pretrain.corpus.sources import books
 
 _MIN_FILES = 100  # fewer plain-text files are cut into documents, so that a small share of the text can be held out
-_CHARACTERS = 8_000  # approximate length of a document cut from plain text; lower if the text is short
+_DOCUMENT_CHARACTERS = 8_000  # approximate length of a document cut from plain text; less if the text is short
 _NUM_DOCUMENTS = 20  # approximate number of documents cut from a short text
-_MIN_DOCUMENTS = 3  # minimum number of documents, since at least two are held out
+_MIN_DOCUMENTS = 3  # minimum number of documents: two are held out, and one is trained on
 _HELD_OUT_BYTES = 300_000  # size of the text to hold out, enough for the sequences of an evaluation
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _MIN_SHARE, _MAX_SHARE = 0.005, 0.1  # limits of the share of the text to hold out
@@ -37,7 +37,7 @@ def find_sources(texts: Sequence[Path], documents: Path) -> list[dict[str, Any]]
             print(f"  warning: {first_faults(problems.entries())}.")
         kinds = {kind_of(file) for file in files}
         if len(kinds) > 1:
-            raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Give them one by one.")
+            raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Name them one by one.")
         if kinds == {PLAIN} and len(files) < _MIN_FILES:
             plain += files
         else:
@@ -46,8 +46,8 @@ def find_sources(texts: Sequence[Path], documents: Path) -> list[dict[str, Any]]
         count = _write_documents(plain, documents)
         if count < _MIN_DOCUMENTS and not sources:
             raise InputError(
-                f"{_first_names(plain)}: {counted(count, 'paragraph')}; at least {_MIN_DOCUMENTS} are needed, as 2 are "
-                "held out. Give more text, or put blank lines between its paragraphs."
+                f"{_first_names(plain)}: {counted(count, 'document')}; at least {_MIN_DOCUMENTS} are needed, as 2 are "
+                "held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
             )
         sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(documents)})
     return sources
@@ -59,13 +59,13 @@ def held_out_share(num_bytes: int) -> float:
 
 
 def _write_documents(files: Sequence[Path], out: Path) -> int:
-    """Write the paragraphs of `files` as documents to the JSONL file `out`, and return the number of documents.
+    """Cut `files` at paragraphs into documents, write them to the JSONL file `out`, and return their number.
 
-    If `out` has this content already, it is not touched, since a prepared corpus checks its modification time.
+    If `out` has this content already, it is not rewritten: a prepared corpus checks its modification time.
     Raises `InputError` if there is no text.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    min_characters = max(1, min(_CHARACTERS, sum(file.stat().st_size for file in files) // _NUM_DOCUMENTS))
+    min_characters = max(1, min(_DOCUMENT_CHARACTERS, sum(file.stat().st_size for file in files) // _NUM_DOCUMENTS))
     count = 0
     problems = Problems()
     temporary = out.with_name(f".{out.name}.new")
@@ -93,17 +93,17 @@ def _print_skipped(files: Sequence[Path], problems: Problems) -> None:
     """Print warnings about unreadable parts, and about text skipped as headings if it is a large share."""
     if problems.entries():
         print(f"  warning: {first_faults(problems.entries())}.")
-    paragraphs, characters, total = (problems.left_out[key] for key in LEFT_OUT)
+    paragraphs, characters, total = (problems.skip_counts[key] for key in SKIP_COUNTERS)
     if characters > MAX_LEFT_OUT * total:
         print(
             f"  warning: {_first_names(files)}: {characters / total:.1%} of the text was left out as headings "
-            f"({counted(paragraphs, 'paragraph')}). If they are text, give it as JSONL."
+            f"({counted(paragraphs, 'paragraph')}). If they are body text, convert it to JSONL."
         )
 
 
 def _paragraphs(text: str, problems: Problems) -> str:
     """Return the paragraphs of `text`, one per line; if it has hardly any blank lines, return its lines."""
     text = text.replace("\r\n", "\n").strip()
-    if "\n" in text and len(text) <= _CHARACTERS * len(_BLANK_LINE.split(text)):
+    if "\n" in text and len(text) <= _DOCUMENT_CHARACTERS * len(_BLANK_LINE.split(text)):
         return books.paragraphs(text, problems)
     return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())

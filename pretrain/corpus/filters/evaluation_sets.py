@@ -21,7 +21,7 @@ from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.terms import QUARTERS_PER_WORD, document_terms
-from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
+from pretrain.corpus.inputs import READ_ERRORS, open_file, plain_suffix
 from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
@@ -118,7 +118,7 @@ def _examples(files: Iterable[Path], eval_set: EvaluationSetConfig) -> Iterator[
                 for text in _READERS[plain_suffix(file)](raw, eval_set):
                     if text.strip():
                         yield text.replace("\0", "").encode("utf-8", "replace").decode()
-        except (ValueError, KeyError, *BROKEN) as error:
+        except (ValueError, KeyError, *READ_ERRORS) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{file}: cannot be read as an evaluation set ({reason}). Check the file.") from None
 

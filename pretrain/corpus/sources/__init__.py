@@ -23,24 +23,24 @@ def reader(config: SourceConfig) -> SourceReader:
     return load_kind(__name__, config.kind).Reader(config)
 
 
-def find_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """Return the inputs of a source, in a fixed order. `where` is its path in the config, for errors.
+def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
+    """Return the inputs of a source, in a fixed order. `config_key` is its key in the config, for errors.
 
     Raises:
         InputError: no file is found, one cannot be read, or the text column does not exist.
     """
     source = reader(config)
-    return _with_problems(source.find(where), source)
+    return _with_problems(source.find(config_key), source)
 
 
-def list_inputs(config: SourceConfig, where: str) -> list[Input]:
+def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
     """Like `find_inputs`, but neither fetch files at an address nor check their columns."""
     if not is_remote(config.path):
-        return find_inputs(config, where)
+        return find_inputs(config, config_key)
     source = reader(config)
     objects = source.stored_files(ObjectStore())
     if not objects:
-        raise no_files_error(config, where, source.problems.entries())
+        raise no_files_error(config, config_key, source.problems.entries())
     return _with_problems([Input((address,), facts.bytes) for address, facts in objects.items()], source)
 
 

@@ -42,8 +42,8 @@ class Reader(SourceReader):
 
     suffixes = (".txt",)
 
-    def find(self, where: str) -> list[Input]:
-        return inputs.grouped(self.find_files(where), where)
+    def find(self, config_key: str) -> list[Input]:
+        return inputs.grouped(self.find_files(config_key), config_key)
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         for path in chunk.paths:
@@ -81,7 +81,7 @@ def paragraphs(text: str, problems: Problems) -> str:
     Removed headings and ornaments are counted in `problems`.
     """
     text, has_header = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
-    problems.left_out["read_characters"] += len(text)
+    problems.skip_counts["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
     kept_paragraphs = []
     # Without Gutenberg's header, the first short line may be text, such as a line of a chat.

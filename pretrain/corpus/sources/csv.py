@@ -21,9 +21,9 @@ class Reader(ColumnReader):
 
     suffixes = (".csv", ".tsv")
 
-    def find(self, where: str) -> list[Input]:
-        files = super().find(where)
-        inputs.check_column(self.config, where, Path(files[0].paths[0]), _column_names)
+    def find(self, config_key: str) -> list[Input]:
+        files = super().find(config_key)
+        inputs.check_column(self.config, config_key, Path(files[0].paths[0]), _column_names)
         return files
 
     def is_stream(self, item: Input) -> bool:
@@ -43,7 +43,7 @@ class Reader(ColumnReader):
         try:
             for batch, read in _batches(path, self.config.text_column, self._quoting(path), problems):
                 yield batch.column(0).to_pylist(), read
-        except (ValueError, pa.ArrowException, *inputs.BROKEN) as error:
+        except (ValueError, pa.ArrowException, *inputs.READ_ERRORS) as error:
             if "Empty CSV" not in str(error):
                 raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
 

@@ -45,20 +45,20 @@ class Reader(SourceReader):
 
     suffixes = (".py",)
 
-    def find(self, where: str) -> list[Input]:
-        return grouped(self._modules(where) if self.config.path else map(Path, installed_modules()), where)
+    def find(self, config_key: str) -> list[Input]:
+        return grouped(self._modules(config_key) if self.config.path else map(Path, installed_modules()), config_key)
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         return documents(chunk.paths, problems.add)
 
-    def _modules(self, where: str) -> list[Path]:
+    def _modules(self, config_key: str) -> list[Path]:
         """Return the files at the config's `path` that are not tests."""
-        files = self.find_files(where)
+        files = self.find_files(config_key)
         folder = local_path(self.config.path).expanduser()
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
         if modules := [file for file in files if not _is_left_out(file, root)]:
             return modules
-        raise no_files_error(self.config, where)
+        raise no_files_error(self.config, config_key)
 
 
 def installed_modules() -> list[str]:

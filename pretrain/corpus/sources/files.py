@@ -10,8 +10,8 @@ from pretrain.corpus.sources.books import read_text
 class Reader(SourceReader):
     """Files of a folder or glob, with any suffix."""
 
-    def find(self, where: str) -> list[Input]:
-        return grouped(self.find_files(where), where)
+    def find(self, config_key: str) -> list[Input]:
+        return grouped(self.find_files(config_key), config_key)
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         for path in chunk.paths:

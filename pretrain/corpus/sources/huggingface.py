@@ -16,18 +16,18 @@ from pretrain.storage.objects import ObjectStore
 class Reader(ColumnReader):
     """Rows of a data set on the hub, or of a folder written by save_to_disk."""
 
-    def find(self, where: str) -> list[Input]:
+    def find(self, config_key: str) -> list[Input]:
         source, folder = self.config, Path(self.config.dataset)
         if folder.is_dir():
-            return [_saved_input(source, where)]
+            return [_saved_input(source, config_key)]
         if not source.revision:
             raise InputError(
-                f"{where}.revision: empty. A hub data set changes over time; give the commit to read, as shown on "
+                f"{config_key}.revision: empty. A hub data set changes over time; give the commit to read, as shown on "
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
-        dataset = hub_dataset(where, source.dataset, source.subset, source.split, source.revision)
+        dataset = hub_dataset(config_key, source.dataset, source.subset, source.split, source.revision)
         if dataset.column_names is not None:  # for some data sets, None until a row is read
-            _check_column(source, f"{where}.text_column: ", dataset.column_names)
+            _check_column(source, f"{config_key}.text_column: ", dataset.column_names)
         shards = dataset.num_shards
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
 
@@ -120,8 +120,8 @@ def _check_column(source: SourceConfig, where: str, names: Collection[str]) -> N
         raise InputError(f"{where}{source.dataset} has no column {source.text_column!r}; it has {', '.join(names)}.")
 
 
-def _saved_input(source: SourceConfig, where: str) -> Input:
+def _saved_input(source: SourceConfig, config_key: str) -> Input:
     dataset = saved_dataset(source.dataset, source.split)
-    _check_column(source, f"{where}.text_column: ", dataset.column_names)
+    _check_column(source, f"{config_key}.text_column: ", dataset.column_names)
     files = sorted(Path(file["filename"]) for file in dataset.cache_files)
     return Input(tuple(map(str, files)), sum(file.stat().st_size for file in files))

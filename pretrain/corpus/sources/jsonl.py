@@ -26,12 +26,12 @@ class Reader(RecordReader):
     record_start = b"\n"
     previous_bytes = 1
 
-    def find(self, where: str) -> list[Input]:
-        files = super().find(where)
+    def find(self, config_key: str) -> list[Input]:
+        files = super().find(config_key)
         for file in files:
             if file.bytes > json_values.MAX_BYTES and json_values.is_multiline(path := Path(file.paths[0])):
                 raise json_values.too_large_error(path)
-        check_column(self.config, where, Path(files[0].paths[0]), _column_names)
+        check_column(self.config, config_key, Path(files[0].paths[0]), _column_names)
         return files
 
     def accepts(self, file: PurePath) -> bool:

@@ -15,11 +15,11 @@ class Reader(ColumnReader):
     suffixes = (".parquet",)
     text_share = 2.0  # columns are compressed, usually with Snappy
 
-    def find(self, where: str) -> list[Input]:
-        files = super().find(where)
+    def find(self, config_key: str) -> list[Input]:
+        files = super().find(config_key)
         first = Path(files[0].paths[0])
-        check_column(self.config, where, first, _column_names)
-        _check_type(first, self.config.text_column, where)
+        check_column(self.config, config_key, first, _column_names)
+        _check_type(first, self.config.text_column, config_key)
         return files
 
     def cut(self, item: Input) -> Iterator[Span]:
@@ -65,7 +65,7 @@ def _column_names(file: Path) -> list[str]:
     return pq.read_schema(file).names
 
 
-def _check_type(file: Path, column: str, where: str) -> None:
+def _check_type(file: Path, column: str, config_key: str) -> None:
     """Raise `InputError` if a column cannot contain text, such as a column of lists. Unreadable files are skipped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -77,5 +77,5 @@ def _check_type(file: Path, column: str, where: str) -> None:
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(str(values).endswith(name) for name in ("string", "string_view", "binary", "binary_view", "null")):
         raise InputError(
-            f"{where}.text_column: {column!r} in {file} is {values}, not text. Name a column of strings, or write one."
+            f"{config_key}.text_column: {column!r} in {file} is {values}, not text. Name or write a column of strings."
         )
