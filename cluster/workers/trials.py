@@ -33,7 +33,7 @@ def run_trials(
 
     Each trial is a process, with one GPU if there are any. A trial that crashes is restarted at most `max_failures`
     times, with the same request; after any other error it stops, and the other trials continue. A signal creates
-    `run_dir`/stop: the running trials then finish (`Worker.stop_requested`), and no more start. See
+    `run_dir`/stop: the running trials then finish (`Worker.stop_requested`), and no further ones start. See
     `cluster.workers.launch.run` for signals and `address`.
 
     Args:
@@ -71,8 +71,8 @@ def run_trials(
 def choose_parallel(
     nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
 ) -> tuple[int, int]:
-    """Return (parallel trials, CPUs of each) on `nodes`. See `run_trials` for 0. `MachineError` if none fits."""
-    gpus = sum(gpu for _, gpu in nodes)
+    """Return (parallel trials, CPUs of each) on `nodes`; 0 is automatic (`run_trials`). `MachineError` if none fits."""
+    gpus = sum(node_gpus for _, node_gpus in nodes)
     count = min(trials, parallel or gpus or len(nodes))
     while True:
         try:
@@ -86,15 +86,15 @@ def choose_parallel(
 def _run(request: TrialsRequest) -> None:
     """Start or join Ray, run all trials, then leave Ray."""
 
-    def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> TrialsRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> TrialsRequest:
         nodes = find_sizes()
         count, cpus = choose_parallel(nodes, len(request.trials), request.parallel, request.cpus_per_trial, where)
-        return replace(request, parallel=count, cpus_per_trial=cpus, use_gpu=any(gpu for _, gpu in nodes))
+        return replace(request, parallel=count, cpus_per_trial=cpus, use_gpu=any(gpus for _, gpus in nodes))
 
-    with ray_session(request, fit) as fitted:
+    with ray_session(request, fit_to_nodes) as fitted_request:
         from cluster.workers.tuning import tune_trials
 
-        tune_trials(fitted)
+        tune_trials(fitted_request)
     if request.launch.stop_flag().is_set():
         raise StoppedError(f"{request.launch.run_dir}: stopped.")
 

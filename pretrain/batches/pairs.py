@@ -1,12 +1,12 @@
-"""Sentence pairs that read every token once: spans are split into segments A and B, and some exchange their Bs.
+"""Sentence pairs that use every token once: spans are split into segments A and B, and some samples exchange their Bs.
 
-Devlin et al. 2019 (appendix A.2) and google-research/bert create_pretraining_data.py take a random B from another
-document, where it is read a second time, and truncate pairs to the sequence length. Here, two samples of different
+Devlin et al. 2019 (appendix A.2) and google-research/bert create_pretraining_data.py copy a random B from another
+document, so its tokens are used twice, and truncate pairs to the sequence length. Here, two samples of different
 documents whose Bs have equal lengths form a couple, and half of the couples exchange their Bs. So the label cannot be
-guessed from lengths or from where segments are cut, and no token is read twice or lost.
+guessed from lengths or from where segments are cut, and no token is repeated or lost.
 
-Everything is vectorized over S samples, grouped into cells; couples are formed within a cell. Arrays are int64 [S]
-unless noted, and `rows` are indices into them.
+Everything is vectorized over S samples. Each belongs to a cell, a group within which couples are formed. Arrays are
+int64 [S] unless noted, and `rows` are indices of samples.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ import numpy as np
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.text import ShardText
 
-# Counters for a sample's independent random numbers; to the last three, the index of the round is added.
+# Counters of the independent random draws for a sample; the index of the round is added to the last three.
 _LABEL, _SPLIT, _TIE, _INSIDE = 0, 16, 32, 48
 _LABEL_1_SHARE = 0.5  # share of label 1 among the labeled samples (Devlin et al. 2019, appendix A.2)
-_SENTENCE_ROUNDS = 2  # rounds in which samples without a partner draw another sentence at which B starts
-_INSIDE_ROUNDS = 3  # rounds in which they draw another token inside a sentence
+_SENTENCE_ROUNDS = 2  # attempts to find partners: samples without one start B at another sentence
+_INSIDE_ROUNDS = 3  # further attempts, in which they start B at a token inside a sentence
 IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 
 
@@ -32,25 +32,25 @@ class PairSpans:
     shard: np.ndarray
     start: np.ndarray  # offset of the first token
     end: np.ndarray  # offset after the last token
-    first_sentence: np.ndarray  # first sentence that starts after `start`
-    stop_sentence: np.ndarray  # first sentence that starts at or after `end`
+    first_sentence: np.ndarray  # index of the first sentence that starts after `start`
+    stop_sentence: np.ndarray  # index of the first sentence that starts at or after `end`
     starts_at_sentence: np.ndarray  # bool, whether `start` is a sentence boundary
     ends_at_sentence: np.ndarray  # bool, whether `end` is a sentence boundary
     document: np.ndarray  # unique id of the document
     key: np.ndarray  # uint64, random key of the sample
 
     @property
-    def sentences(self) -> np.ndarray:
+    def num_sentences(self) -> np.ndarray:
         """Number of sentences that start inside each span."""
         return np.maximum(self.stop_sentence - self.first_sentence, 0)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The split of each span into A and B, and the B that each sample gets."""
+    """The split of each span into A and B, and the sample from which each sample gets its B."""
 
     split: np.ndarray  # token offset of the start of B
-    b_of: np.ndarray  # index of the sample whose B it gets
+    b_source: np.ndarray  # index of the sample whose B it gets
     label: np.ndarray  # 0, 1 or `IGNORED`
 
 
@@ -58,8 +58,8 @@ def random_splits(text: ShardText, spans: PairSpans) -> np.ndarray:
     """Draw the token offset at which B starts: a random sentence start inside the span, else any token."""
     bits = draw(spans.key, _SPLIT)
     split = spans.start + 1 + below(bits, spans.end - spans.start - 1)
-    rows = np.flatnonzero(spans.sentences)
-    sentence = spans.first_sentence[rows] + below(bits[rows], spans.sentences[rows])
+    rows = np.flatnonzero(spans.num_sentences)
+    sentence = spans.first_sentence[rows] + below(bits[rows], spans.num_sentences[rows])
     split[rows] = text.offset(spans.shard[rows], sentence)
     return split
 
@@ -84,7 +84,7 @@ def exchange_segments(text: ShardText, spans: PairSpans) -> Segments:
 def swap_segments(text: ShardText, spans: PairSpans) -> Segments:
     """Swap the segments of half of the samples (Lan et al. 2020, section 3.1); label 1 marks a swapped pair.
 
-    Only spans whose cuts are all at sentence boundaries, or all inside sentences, have a label.
+    A span has a label only if its start, split and end are all at sentence boundaries, or all inside sentences.
     """
     split = random_splits(text, spans)
     rows = np.flatnonzero(~spans.starts_at_sentence)
@@ -99,9 +99,9 @@ def _couple_at_sentences(
     text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray, round_: int
 ) -> None:
     """Couple samples whose Bs start at a sentence boundary and have equal lengths."""
-    rows = np.flatnonzero((partner < 0) & (spans.sentences > 0))
+    rows = np.flatnonzero((partner < 0) & (spans.num_sentences > 0))
     if round_:
-        sentence = spans.first_sentence[rows] + below(draw(spans.key[rows], _SPLIT + round_), spans.sentences[rows])
+        sentence = spans.first_sentence[rows] + below(draw(spans.key[rows], _SPLIT + round_), spans.num_sentences[rows])
         split[rows] = text.offset(spans.shard[rows], sentence)
     length = spans.end[rows] - split[rows]
     group = ((spans.cell[rows] << 32) | (length << 1) | spans.ends_at_sentence[rows]).astype(np.uint64)
@@ -113,13 +113,13 @@ def _couple_at_sentences(
 
 
 def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray) -> None:
-    """Couple the remaining samples: split them inside sentences, so that both Bs have the same number of tokens."""
+    """Couple the remaining samples: split them inside sentences, into Bs of equal lengths."""
     rows = np.flatnonzero(partner < 0)
     group = (spans.cell[rows] << 1) | spans.ends_at_sentence[rows]
     order = np.lexsort((draw(spans.key[rows], _TIE + _SENTENCE_ROUNDS), spans.document[rows], group))
     rows, group = rows[order], group[order]
-    # Samples of a document are adjacent, so a sample half a group away is from another one, unless a document has more
-    # than half of the samples.
+    # Samples of a document are adjacent, so a sample half a group away is from another document, unless one document
+    # has more than half of the samples.
     index, half = _index_in_run(group), _run_lengths(group) // 2
     first = np.flatnonzero(index < half)
     row_a, row_b = rows[first], rows[first + half[first]]
@@ -136,9 +136,9 @@ def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner
 
 def _is_inside(text: ShardText, spans: PairSpans, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Return whether the last `length` tokens of the spans `rows` start inside a sentence."""
-    shard, start, last = spans.shard[rows], spans.end[rows] - length, spans.stop_sentence[rows]
-    sentence = text.first_at_least(shard, spans.first_sentence[rows], last, start)
-    return (sentence >= last) | (text.offset(shard, np.minimum(sentence, last)) != start)
+    shard, start, stop = spans.shard[rows], spans.end[rows] - length, spans.stop_sentence[rows]
+    sentence = text.first_at_least(shard, spans.first_sentence[rows], stop, start)
+    return (sentence >= stop) | (text.offset(shard, np.minimum(sentence, stop)) != start)
 
 
 def _couple(spans: PairSpans, partner: np.ndarray, row_a: np.ndarray, row_b: np.ndarray) -> None:
@@ -148,13 +148,13 @@ def _couple(spans: PairSpans, partner: np.ndarray, row_a: np.ndarray, row_b: np.
 
 
 def _index_in_run(group: np.ndarray) -> np.ndarray:
-    """Return each element's index in its run of equal numbers."""
+    """Return each element's index in its run of equal values."""
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else np.zeros(0, int)
     return np.arange(len(group)) - np.repeat(starts, np.diff(np.append(starts, len(group))))
 
 
 def _run_lengths(group: np.ndarray) -> np.ndarray:
-    """Return the length of each element's run of equal numbers."""
+    """Return the length of each element's run of equal values."""
     starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])) if len(group) else np.zeros(0, int)
     sizes = np.diff(np.append(starts, len(group)))
     return np.repeat(sizes, sizes)

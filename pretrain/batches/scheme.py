@@ -47,7 +47,7 @@ class MaskingScheme:
         """Choose the tokens to predict: at most `limits` in each sequence, and no special tokens.
 
         Args:
-            rows: S concatenated sequences with T tokens in total.
+            tokens: S concatenated sequences with T tokens in total.
             bits: random bits of each token, uint64 [T].
             limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its tokens that are not special.
 

@@ -343,8 +343,8 @@ class SourceSamples:
         is_order = self._pairs.objective == "sop"
         segments = (swap_segments if is_order else exchange_segments)(self._text, spans)
         segment_a = spans.shard, spans.start, segments.split - spans.start
-        b_of = segments.b_of
-        segment_b = spans.shard[b_of], segments.split[b_of], (spans.end - segments.split)[b_of]
+        b_source = segments.b_source
+        segment_b = spans.shard[b_source], segments.split[b_source], (spans.end - segments.split)[b_source]
         if is_order:
             is_swapped = segments.label == 1
             both = list(zip(segment_a, segment_b, strict=True))

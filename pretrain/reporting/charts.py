@@ -17,15 +17,15 @@ Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MAX_POINTS, _MIN_POINTS = 300, 60  # number of points of a curve; longer curves are averaged
-_MAX_CHART_POINTS = 2400  # number of points of all curves of a chart, but at least _MIN_POINTS each
+_MAX_POINTS, _MIN_POINTS = 300, 60  # bounds of the maximum points per curve; curves with more are averaged
+_MAX_CHART_POINTS = 2400  # maximum points per chart, unless its curves would have a maximum below _MIN_POINTS
 _LETTER_WIDTH = 6.5  # average width of a letter in axis labels
-_FEW_POINTS = 40  # curves of at most so many points show each as a dot and are not smoothed
+_FEW_POINTS = 40  # a curve with at most this many points shows each as a dot, and is not smoothed
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `kind` is its CSS class; `smooth` draws the raw curve faintly below its moving average."""
+    """One curve. `kind` is its CSS class; `smooth` draws the raw curve faintly behind its moving average."""
 
     name: str
     points: Points
@@ -49,14 +49,14 @@ def line_chart(
         series: the curves, each in ascending order of x.
         format_y: formats a y value.
         format_x: formats an x value.
-        marks: vertical lines (x, left label, right label); events have empty labels.
+        marks: vertical lines as (x, label to its left, label to its right); both labels are empty for events.
         from_zero: start the y axis at 0.
     """
-    shown = [curve for curve in series if curve.points]
-    if not shown:
+    nonempty = [curve for curve in series if curve.points]
+    if not nonempty:
         return ""
-    max_points = min(_MAX_POINTS, max(_MIN_POINTS, _MAX_CHART_POINTS // len(shown)))
-    curves = [_Curve.of(curve, max_points) for curve in shown]
+    max_points = min(_MAX_POINTS, max(_MIN_POINTS, _MAX_CHART_POINTS // len(nonempty)))
+    curves = [_Curve.of(curve, max_points) for curve in nonempty]
     xs = [x for curve in curves for x, _ in curve.raw]
     ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
@@ -71,7 +71,7 @@ def line_chart(
     data = escape(_pointer_data(frame, curves, format_y, format_x), quote=True)
     return (
         f'<figure class="chart" data-chart="{data}">'
-        f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
+        f"<figcaption><b>{escape(title)}</b>{_legend(nonempty)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">'
         f'{"".join(parts)}<g class="cursor"></g></svg></figure>'
     )
@@ -81,9 +81,9 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
     """Return about `count` round numbers that cover `low` to `high`; with `inside`, all within that range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal within floating-point precision
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
-    minimum = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(minimum))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= minimum * (1 - 1e-10))
+    min_step = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= min_step * (1 - 1e-10))
     first = math.ceil(low / step - 1e-9) if inside else math.floor(low / step + 1e-9)
     last = math.floor(high / step + 1e-9) if inside else math.ceil(high / step - 1e-9)
     digits = 2 - math.floor(math.log10(step))  # a step has two significant digits
@@ -116,12 +116,12 @@ class _Frame:
     y_high: float
 
     def x(self, value: float) -> float:
-        share = (value - self.x_low) / ((self.x_high - self.x_low) or 1.0)
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+        fraction = (value - self.x_low) / ((self.x_high - self.x_low) or 1.0)
+        return round(_LEFT + fraction * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_low) / ((self.y_high - self.y_low) or 1.0)
-        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+        fraction = (value - self.y_low) / ((self.y_high - self.y_low) or 1.0)
+        return round(_HEIGHT - _BOTTOM - fraction * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
 def _grid_line(frame: _Frame, y: float, label: str) -> str:
@@ -168,12 +168,12 @@ def _legend(series: Sequence[Series]) -> str:
 
 def _downsample(points: Points, max_points: int) -> tuple[Points, Points]:
     """Return (minima and maxima, means) of at most `max_points` equal intervals, so that spikes remain visible."""
-    size = math.ceil(len(points) / max_points)
-    if size < 2:
+    length = math.ceil(len(points) / max_points)
+    if length < 2:
         return points, points
-    intervals = [points[start : start + size] for start in range(0, len(points), size)]
-    extremes = [{min(these, key=lambda point: point[1]), max(these, key=lambda point: point[1])} for these in intervals]
-    means = [(sum(x for x, _ in these) / len(these), sum(y for _, y in these) / len(these)) for these in intervals]
+    intervals = [points[start : start + length] for start in range(0, len(points), length)]
+    extremes = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in intervals]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
     return [point for pair in extremes for point in sorted(pair)], means
 
 

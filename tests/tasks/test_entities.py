@@ -422,8 +422,12 @@ GOOD = "Ann B-PER\nleft O\n"
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("Ann B-PER\nleft\n", {}, r"a.txt:2: 1 column, separated by spaces, but the first line of the file has 2\."),
-        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by tabs, but .* has 2\."),
+        (
+            "Ann B-PER\nleft\n",
+            {},
+            r"a.txt:2: has 1 column, separated by spaces, but the first line .* has 2\.",
+        ),
+        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: has 3 columns, separated by tabs, but .* has 2\."),
         ("", {}, r"a.txt: has no sentences"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: has no sentences"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),

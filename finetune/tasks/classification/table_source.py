@@ -11,7 +11,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
 from finetune.tasks.datasets.annotations import class_rows
 from finetune.tasks.datasets.arrow import read_dataset
-from finetune.tasks.datasets.files import plain_suffix, refuse_spreadsheet
+from finetune.tasks.datasets.files import plain_suffix, reject_spreadsheet
 from finetune.tasks.datasets.table import Converter, Key, Table, TableFormat
 from pretrain.common.errors import InputError
 
@@ -71,7 +71,7 @@ class TableSource:
             quoting = settings.quoting if kind == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
-            refuse_spreadsheet(file)
+            reject_spreadsheet(file)
             if plain_suffix(file) == ".txt" and "pair" not in keys:
                 return tables.read_lines(file, settings.encoding)
             if not settings.glue:
@@ -136,10 +136,10 @@ class TableSource:
         with_others: bool = False,
     ) -> Table:
         keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
-        if_unique = ["id"] if keys.count("id") == 1 else []  # no setting names another id column
+        ids = ["id"] if keys.count("id") == 1 else []  # no setting can name another id column
         layout = replace(layout, convert=self._record_converter())
         return tables.read_table(
-            path, keys, layout=layout, optional=optional, aliases=aliases, with_others=with_others, if_unique=if_unique
+            path, keys, layout=layout, optional=optional, aliases=aliases, with_others=with_others, skip_if_repeated=ids
         )
 
     def _record_converter(self) -> Converter | None:

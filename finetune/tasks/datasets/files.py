@@ -25,7 +25,7 @@ def plain_stem(path: Path) -> str:
     return Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
 
 
-def refuse_spreadsheet(path: Path) -> None:
+def reject_spreadsheet(path: Path) -> None:
     """Raise `InputError` if the file has the suffix of a spreadsheet."""
     if path.suffix.lower() in _SPREADSHEETS:
         raise InputError(f"{path}: spreadsheets are not supported. Save it as CSV UTF-8 in Excel (File, Save As).")
@@ -54,7 +54,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
     refuse_lfs_pointer(path)
-    refuse_spreadsheet(path)
+    reject_spreadsheet(path)
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]

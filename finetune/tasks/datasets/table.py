@@ -64,7 +64,7 @@ class RequestedColumns:
     optional: Collection[Key] = ()  # columns that may be missing
     aliases: Mapping[Key, str] = field(default_factory=dict)  # {column: another name that it may have}
     with_others: bool = False  # also read all other columns
-    if_unique: Collection[Key] = ()  # columns that count as missing if a file has several with this name
+    skip_if_repeated: Collection[Key] = ()  # columns that count as missing if a file has several with this name
 
     def resolve(self, names: Sequence[Any], source: str) -> dict[Key, str]:
         """Return {column: its name among `names`}, without missing optional ones."""
@@ -81,7 +81,7 @@ class RequestedColumns:
         name = self.find(column, names)
         if name is None or names.count(name) == 1:
             return name
-        if column in self.if_unique:
+        if column in self.skip_if_repeated:
             return None
         raise InputError(f"{source}: column {name!r} occurs {names.count(name)} times. Rename all but one.")
 

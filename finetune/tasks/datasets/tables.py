@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import iterate_lines, read_delimited
-from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_spreadsheet
+from finetune.tasks.datasets.files import plain_suffix, read_text, reject_spreadsheet
 from finetune.tasks.datasets.surrogates import replace_surrogates
 from finetune.tasks.datasets.table import Converter, Format, Key, RequestedColumns, Table, TableFormat, excerpt, listing
 from pretrain.common.errors import InputError
@@ -27,8 +27,8 @@ _FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
 }
 
-_BY_SUFFIX = TableFormat()
-_OTHER_ENCODING = ", or set `encoding`, such as latin-1"
+_BY_SUFFIX = TableFormat()  # the suffix determines the format
+_ENCODING_ADVICE = ", or set `encoding`, such as latin-1"
 
 
 def read_table(
@@ -38,7 +38,7 @@ def read_table(
     layout: TableFormat = _BY_SUFFIX,
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
-    if_unique: Collection[Key] = (),
+    skip_if_repeated: Collection[Key] = (),
     with_others: bool = False,
     on_skipped: Callable[[str], None] | None = None,
 ) -> Table:
@@ -47,7 +47,7 @@ def read_table(
     Args:
         optional: subset of `columns` that may be missing.
         aliases: {column: another name that it may have}.
-        if_unique: subset of `optional` that counts as missing if repeated; other repeated columns are errors.
+        skip_if_repeated: subset of `optional` that counts as missing if repeated; other repeated columns are errors.
         with_others: also read all other columns, as `Table.others`.
         on_skipped: called with the location of each row with a wrong number of columns, which is then skipped; None
             makes such a row an error.
@@ -58,12 +58,12 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _expect_format(path)
-    requested = RequestedColumns(columns, optional, aliases, with_others, if_unique)
+    requested = RequestedColumns(columns, optional, aliases, with_others, skip_if_repeated)
     if kind == "parquet":
         return read_parquet(path, requested)
-    text = read_text(path, layout.encoding, _OTHER_ENCODING)
+    text = read_text(path, layout.encoding, _ENCODING_ADVICE)
     if not text.strip():
-        raise InputError(f"{path}: empty file. Give a file with at least one row.")
+        raise InputError(f"{path}: empty file. At least one row is needed.")
     if kind in ("jsonl", "json"):
         return _read_json(path, text, kind, requested, layout.convert)
     if layout.convert and layout.header and "annotation_id" in text.partition("\n")[0]:
@@ -73,19 +73,19 @@ def read_table(
 
 
 def _merge_annotators(table: Table, convert: Converter) -> Table:
-    """Merge the rows that Label Studio's CSV has for each annotator into the label that the annotators agree on."""
-    cells = zip(*table.columns.values(), strict=True)
+    """Merge the rows of an example, one per annotator in Label Studio's CSV, into one with the label they agree on."""
+    rows = zip(*table.columns.values(), strict=True)
     records = [
-        {**other, **dict(zip(table.columns, row, strict=True))} for other, row in zip(table.others, cells, strict=True)
+        {**other, **dict(zip(table.columns, row, strict=True))} for other, row in zip(table.others, rows, strict=True)
     ]
-    rows = convert(records, table.where)
-    return replace(table, columns={key: [row.get(key) for row in rows] for key in table.columns})
+    merged = convert(records, table.where)
+    return replace(table, columns={key: [row.get(key) for row in merged] for key in table.columns})
 
 
 def read_lines(path: Path | str, encoding: str = "utf-8") -> Table:
     """Read a file with one document per line as the column `text`; an empty line is an empty document."""
     path = Path(path).expanduser()
-    lines = list(split_lines(iterate_lines(read_text(path, encoding, _OTHER_ENCODING))))
+    lines = list(split_lines(iterate_lines(read_text(path, encoding, _ENCODING_ADVICE))))
     return Table({"text": lines}, str(path), range(1, 1 + len(lines)), ":")
 
 
@@ -96,10 +96,10 @@ def format_of(path: Path | str) -> Format:
 
 def _expect_format(path: Path) -> Format:
     found = format_of(path)
-    refuse_spreadsheet(path)
+    reject_spreadsheet(path)
     if not found:
         raise InputError(
-            f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename it to one of "
+            f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename the file to one of "
             f"{', '.join(_FORMATS)}."
         )
     return found
@@ -108,7 +108,7 @@ def _expect_format(path: Path) -> Format:
 def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
     """Parse a .jsonl file, or a .json file that is a list; `InputError` for invalid JSON.
 
-    Returns (separator of file and number in messages, (number, value) of each line or item).
+    Returns (text between file and number in messages, iterator of (number, value) over the lines or items).
     """
     document = _parse_document(text) if kind == "json" else None
     if isinstance(document, list):
@@ -125,7 +125,7 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
     for number, record in zip(numbers, records, strict=True):
         if not isinstance(record, dict):
             keys = listing(requested.columns)
-            raise InputError(f"{path}{separator}{number}: {excerpt(record)}, not an object with {keys}.")
+            raise InputError(f"{path}{separator}{number}: found {excerpt(record)}; expected an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
     rest = ({key: value for key, value in record.items() if key not in used} for record in records)
@@ -144,7 +144,7 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
 
 
 def _parse_document(text: str) -> Any:
-    """Parse `text` as one JSON value; None if it is not, as in a file with one object per line."""
+    """Parse `text` as one JSON value; None if it is not one, such as one object per line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

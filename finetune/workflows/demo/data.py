@@ -1,8 +1,8 @@
-"""Extracts three labeled sets from docstrings of the demo's corpus, without downloads or annotators.
+"""Extracts three labeled sets from the docstrings in the demo's corpus; nothing is downloaded or annotated by hand.
 
-packages  classification: the package that a passage of documentation is from
+packages  classification: the package that a documentation passage comes from
 names     entities: code names in prose, which the author put in backticks (the backticks are removed)
-returns   span questions: the phrase that describes a function's return value
+returns   questions: what a function returns; the answer is a phrase of its docstring
 """
 
 import ast
@@ -24,10 +24,10 @@ _NUM_PACKAGES = 6
 # without pretraining recognizes a package by its words.
 _MAX_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
 _MAX_DEV = 400  # maximum number of held-out examples of each set
-_MAX_MODULES = 250  # maximum number per package: gives enough text, and is read in seconds
-_DEV_SHARE = 0.2
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
+_MAX_MODULES = 250  # maximum modules per package: they have enough text, and are read in seconds
+_DEV_SHARE = 0.2  # share of modules to hold out
+_FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED_NODES = (ast.Module, ast.ClassDef, *_FUNCTION_NODES)
 _STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that contain statements
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
 _RETURN = re.compile(
@@ -38,7 +38,7 @@ _RETURN = re.compile(
 @dataclass(frozen=True)
 class _Docstring:
     package: str
-    module: str
+    module: str  # path of its file
     name: str  # name of the function; empty for a module or class
     text: str
 
@@ -46,7 +46,7 @@ class _Docstring:
 def write_sets(folder: Path) -> dict[str, dict[str, int]]:
     """Write {packages,names,returns}-{train,dev}.jsonl; return {set: {split: number of examples}}.
 
-    A hash of a module's path decides its split, so that both splits have no module in common.
+    Modules are split by a hash of their path, so the two splits have no module in common.
     """
     extractors = {"packages": _package_records, "names": _name_records, "returns": _return_records}
     docstrings = list(_docstrings())
@@ -79,11 +79,11 @@ def _package_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
         for paragraph in running_text(docstring.text):
             if len(paragraph.split()) >= 12:
                 passages[docstring.package].setdefault(paragraph, docstring.module)
-    count = min(map(len, passages.values()), default=0)
+    num_passages = min(map(len, passages.values()), default=0)
     return [
         {"text": text, "label": package, "document": module}
         for package in sorted(passages)
-        for text, module in sorted(passages[package].items(), key=lambda item: _hash(item[0]))[:count]
+        for text, module in sorted(passages[package].items(), key=lambda item: _hash(item[0]))[:num_passages]
     ]
 
 
@@ -92,10 +92,10 @@ def _name_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     records: dict[str, dict[str, Any]] = {}
     for docstring in docstrings:
         for paragraph in docstring.text.split("\n\n"):
-            flat = " ".join(paragraph.split())
-            if not 40 <= len(flat) <= 400 or flat.count("`") > 24 or ">>>" in flat or "::" in flat or ":`" in flat:
+            line = " ".join(paragraph.split())
+            if not 40 <= len(line) <= 400 or line.count("`") > 24 or ">>>" in line or "::" in line or ":`" in line:
                 continue
-            text, entities = _without_backticks(flat)
+            text, entities = _without_backticks(line)
             if 1 <= len(entities) <= 6 and "`" not in text:
                 records.setdefault(text, {"text": text, "entities": entities, "document": docstring.module})
     return list(records.values())
@@ -113,7 +113,7 @@ def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Extract functions whose docstring describes the return value in one phrase."""
+    """Extract a question about each function whose docstring describes the return value in one phrase."""
     records: dict[str, dict[str, Any]] = {}
     for docstring in docstrings:
         if not docstring.name or docstring.name.startswith("_"):
@@ -122,23 +122,21 @@ def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
         match = _RETURN.search(context)
         if match is None or len(match["what"].split()) > 14:
             continue
-        question = f"What does {docstring.name.replace('_', ' ')} return?"
         records.setdefault(
             context,
             {
                 "id": _hash(docstring.module + docstring.name)[:12],
-                "question": question,
+                "question": f"What does {docstring.name.replace('_', ' ')} return?",
                 "context": context,
                 "answers": {"text": [match["what"]], "answer_start": [match.start("what")]},
                 "document": docstring.module,
             },
         )
-    unique = {record["id"]: record for record in records.values()}
-    return list(unique.values())
+    return list({record["id"]: record for record in records.values()}.values())
 
 
 def _docstrings() -> Iterator[_Docstring]:
-    """Yield docstrings from some modules of each of the largest packages; the standard library counts as a package."""
+    """Yield docstrings of some modules of each of the largest packages; the standard library counts as one package."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)
@@ -156,8 +154,8 @@ def named_docstrings(source: bytes) -> list[tuple[str, str]]:
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), syntax_tree(source) as tree:
         nodes: list[ast.AST] = [tree]
         for node in nodes:  # grows during the loop
-            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
-                docstrings.append((node.name if isinstance(node, _FUNCTIONS) else "", text))
+            if isinstance(node, _DOCUMENTED_NODES) and (text := ast.get_docstring(node)):
+                docstrings.append((node.name if isinstance(node, _FUNCTION_NODES) else "", text))
             # Like `ast.walk`, but without expressions, which have no docstrings.
             nodes += [statement for name in _STATEMENT_FIELDS for statement in getattr(node, name, ())]
     return docstrings
