@@ -181,7 +181,7 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
         vocabulary = card["vocabulary"]
         keep = ", strip_accents: false" if vocabulary["lowercase"] and vocabulary.get("strip_accents") is None else ""
         yield (
-            " That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe, which has none, a "
+            " Too many tokens are [UNK]: set corpus.vocabulary.kind: byte_bpe, which has none, a "
             f"larger corpus.vocabulary.size{keep}, or a vocabulary of this language."
         )
 

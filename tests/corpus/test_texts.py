@@ -346,7 +346,7 @@ def test_many_unknown_tokens_have_a_hint(tmp_path: Path) -> None:
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     line, made = prepared(source, tmp_path / "corpus")
     assert made["totals"]["unknown_rate"] > 0.01
-    assert "That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe" in line
+    assert "Too many tokens are [UNK]: set corpus.vocabulary.kind: byte_bpe" in line
     line, _ = prepared(source, tmp_path / "bytes", vocabulary={"kind": "byte_bpe", "size": 400})
     assert "unknown tokens" not in line
 
