@@ -19,8 +19,8 @@ from pretrain.batches.text import ShardText
 # Counters of the independent random draws for a sample; the index of the round is added to the last three.
 _LABEL, _SPLIT, _TIE, _INSIDE = 0, 16, 32, 48
 _LABEL_1_SHARE = 0.5  # share of label 1 among the labeled samples (Devlin et al. 2019, appendix A.2)
-_SENTENCE_ROUNDS = 2  # attempts to find partners: samples without one start B at another sentence
-_INSIDE_ROUNDS = 3  # further attempts, in which they start B at a token inside a sentence
+_SENTENCE_ROUNDS = 2  # rounds of finding partners; after the first, samples without one start B at another sentence
+_INSIDE_ROUNDS = 3  # further rounds, in which they start B at a token inside a sentence
 IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 
 

@@ -32,17 +32,17 @@ from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # minimum text per chunk
 _MAX_SHOWN = 3  # maximum faults listed in a message
-# Text with up to 5 invalid characters plus 20 % is read, such as Latin-1; with more, it is skipped: GB 18030, KOI8.
+# Maximum invalid characters in text read as UTF-8: 5 plus 20 %. Latin-1 text has fewer, GB 18030 or KOI8 text more.
 _MAX_INVALID, _MAX_INVALID_SHARE = 5, 0.2
 _HEAD_BYTES = 4096  # number of first bytes in which NULs are counted
-_MAX_NUL_SHARE = 0.25  # maximum share of NULs in valid UTF-8; Latin text in UTF-16 has more
+_MAX_NUL_SHARE = 0.25  # maximum share of NULs in text read as UTF-8; Latin text in UTF-16 has more
 _MAX_NUL_SHARE_IF_INVALID = 0.005  # the same for text with invalid characters; other scripts in UTF-16 have more
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # at the start of any line, since files may be concatenated
 _NOT_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
-_BINARY_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # only kind for a suffix
+_BINARY_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # the only kind that can read the suffix
 _TEXT_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}  # usual kind
 _UNSUPPORTED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")

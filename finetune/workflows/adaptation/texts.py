@@ -23,8 +23,8 @@ _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _MIN_SHARE, _MAX_SHARE = 0.005, 0.1  # limits of the share of the text to hold out
 
 
-def find_sources(texts: Sequence[Path], documents: Path) -> list[dict[str, Any]]:
-    """Return `corpus.sources` for files and folders. A few plain-text files are cut into the JSONL file `documents`.
+def find_sources(texts: Sequence[Path], out: Path) -> list[dict[str, Any]]:
+    """Return `corpus.sources` for files and folders. A few plain-text files are cut into documents in the JSONL file `out`.
 
     Raises:
         InputError: a path does not exist, there is too little text, or a folder has files of several formats.
@@ -37,19 +37,19 @@ def find_sources(texts: Sequence[Path], documents: Path) -> list[dict[str, Any]]
             print(f"  warning: {first_faults(problems.entries())}.")
         kinds = {kind_of(file) for file in files}
         if len(kinds) > 1:
-            raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Name them one by one.")
+            raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Pass them one by one.")
         if kinds == {PLAIN} and len(files) < _MIN_FILES:
             plain += files
         else:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
     if plain:
-        count = _write_documents(plain, documents)
+        count = _write_documents(plain, out)
         if count < _MIN_DOCUMENTS and not sources:
             raise InputError(
                 f"{_first_names(plain)}: {counted(count, 'document')}; at least {_MIN_DOCUMENTS} are needed, as 2 are "
                 "held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
             )
-        sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(documents)})
+        sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(out)})
     return sources
 
 
