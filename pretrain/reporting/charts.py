@@ -17,10 +17,7 @@ Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MAX_POINTS, _MIN_POINTS = (
-    300,
-    60,
-)  # maximum points per curve in a chart of few, of many curves; longer curves are averaged
+_MAX_POINTS, _MIN_POINTS = 300, 60  # maximum points per curve if a chart has few or many; more are averaged
 _MAX_CHART_POINTS = 2400  # maximum points per chart, but each curve may have _MIN_POINTS
 _LETTER_WIDTH = 6.5  # average width of a letter in axis labels
 _FEW_POINTS = 40  # a curve with at most this many points shows each as a dot, and is not smoothed

@@ -24,7 +24,7 @@ _MIN_SHARE, _MAX_SHARE = 0.005, 0.1  # limits of the share of the text to hold o
 
 
 def find_sources(texts: Sequence[Path], out: Path) -> list[dict[str, Any]]:
-    """Return `corpus.sources` for files and folders. A few plain-text files are cut into documents in the JSONL file `out`.
+    """Return `corpus.sources` for files and folders. A few plain-text files are cut into documents, written to `out`.
 
     Raises:
         InputError: a path does not exist, there is too little text, or a folder has files of several formats.
