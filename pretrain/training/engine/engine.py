@@ -165,9 +165,7 @@ class Engine:
         self.graphs = None
         if self.uses_cuda_graphs:
             if self.sums is None:
-                raise InputError(
-                    "engine.cuda_graphs: conflicts with engine.deepspeed. Set engine.cuda_graphs to false."
-                )
+                raise InputError("engine.cuda_graphs: conflicts with engine.deepspeed. Set cuda_graphs to false.")
             self.graphs = PassGraphs(self.module, self.sums)
         self.averaged_steps = 0
         self.variant: Hashable = None
