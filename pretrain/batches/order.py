@@ -74,9 +74,9 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.nd
 class Mixture:
     """An infinite sequence of samples of several sources, evenly interleaved (invariant 1).
 
-    A period has `shares[s]` samples of source s. Any range of samples has about the same proportions: the
-    list of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index determines its
-    source and the number of earlier samples of this source. A source with share 0 changes nothing: it may be added later.
+    A period has `shares[s]` samples of source s. Any range of samples has about the same proportions: the list
+    of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index determines its
+    source and the number of earlier samples of this source. A source with a share of 0 may be added without effect.
 
     Args:
         shares: number of samples of each source in a period; at least one is positive.
