@@ -101,11 +101,10 @@ class Questions(Task[Question]):
         nbest: the n best answers, {"text", "start", "end", "probability"}, best first.
         windows: number of windows of the question.
 
-        google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
-        (examples/pytorch/question-answering/utils_qa.py) mostly agree. Where they differ, we follow Google in two
-        points: an answer starts only in the window with most context around it, and equal answers are listed once. We
-        follow transformers in using the original characters. Unlike both, we take the best n start and end positions
-        of the context's tokens, not of all tokens; if none of them form an answer, all are tried.
+        Mostly as in google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
+        (examples/pytorch/question-answering/utils_qa.py). As in run_squad.py, an answer starts only in the window with
+        most context around it, and equal answers are listed once. As in transformers, answers are copied from the
+        text. Unlike in both, only the context's n best starts and ends are combined; if none fit, all are tried.
         """
         return self._decoder().decode(examples, windows, logits)
 
@@ -150,8 +149,7 @@ class Questions(Task[Question]):
         return self._decoder().details(examples, predictions)
 
     def _decoder(self) -> AnswerDecoder:
-        settings = self.settings
-        return AnswerDecoder(settings.max_answer_tokens, self.unanswerable, self.threshold)
+        return AnswerDecoder(self.settings.max_answer_tokens, self.unanswerable, self.threshold)
 
     # ------------------------------------------------------------ windows
 
