@@ -22,11 +22,7 @@ EXTRAS = {
     "wandb": ("wandb", "wandb_workspaces"),
 }
 
-OURS = {
-    "cluster": "workers",
-    "finetune": "training",
-    "pretrain": "common",
-}  # our package -> a folder by which to recognize it
+OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # our packages -> a folder in each
 
 
 def is_installed(module: str) -> bool:
