@@ -104,7 +104,7 @@ class Questions(Task[Question]):
         Mostly as in google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
         (examples/pytorch/question-answering/utils_qa.py). As in run_squad.py, an answer starts only in the window with
         most context around it, and equal answers are listed once. As in transformers, answers are copied from the
-        text. Unlike in both, only the context's n best starts and ends are combined; if none fit, all are tried.
+        text. We combine the n best starts and ends in the context, not in the window; if none fit, we try all.
         """
         return self._decoder().decode(examples, windows, logits)
 
@@ -263,8 +263,8 @@ def _answer_tokens(
     """Return (first int64 [N], last int64 [N], is_used bool [N]) of each question.
 
     `first` and `last` are the indices of the answer's first and last token in its context, -1 without an answer. The
-    loss uses all questions except unlabeled ones and those whose answer has no token (`is_used`). A character without
-    a token (an accent that the normalizer drops) belongs to the token before it at the answer's end, and to the token
+    loss ignores unlabeled questions and questions whose answer has no token: `is_used` is false. A character without a
+    token (an accent that the normalizer drops) belongs to the token before it at the answer's end, and to the token
     after it at the answer's start.
     """
     answers = [question.answers[0] if question.answers else None for question in examples]

@@ -101,7 +101,7 @@ class Engine:
         shapes: the parameters' shapes, by name.
         module: the model as wrapped by DeepSpeed.
         averaged_steps: number of steps whose weights are in the running mean; 0 if there is none.
-        variant: settings that passes depend on, such as rotary bases; each value gets its own CUDA graphs.
+        variant: settings that passes depend on, such as rotary bases; a CUDA graph is recorded for each value.
         workers: the group of all ranks.
         watch: the argument `watch`.
         loss_scale: the loss scale of fp16; None in other precisions.
