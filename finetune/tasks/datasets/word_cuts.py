@@ -105,10 +105,11 @@ class WordCuts:
         pieces = cut_words(text)
         if len(pieces) < 2:
             return pieces
-        starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
-        counts = np.diff(np.append(starts, len(pieces)))
-        words = [pieces[starts[counts == 1]]]
-        for first, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+        chunk_starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
+        piece_counts = np.diff(np.append(chunk_starts, len(pieces)))
+        words = [pieces[chunk_starts[piece_counts == 1]]]  # a chunk of one piece is a word
+        several = piece_counts > 1
+        for first, count in zip(chunk_starts[several].tolist(), piece_counts[several].tolist(), strict=True):
             start, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
             bounds = start + np.array((0, *self._word_ends(text[start:end])), np.int64)
             words.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
@@ -125,16 +126,16 @@ class WordCuts:
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        """Return the end of each of the most probable words of a chunk."""
+        """Split a chunk into its most probable words; return the end of each."""
         bounds = self._possible_bounds(chunk)
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
-        best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)
+        log_best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)  # for the text up to each piece
         for first in range(count):
             for end, log_probability in self._candidates(chunk, bounds, pieces, classes, first):
-                if best[first] + log_probability > best[end]:
-                    best[end], previous[end] = best[first] + log_probability, first
+                if log_best[first] + log_probability > log_best[end]:
+                    log_best[end], previous[end] = log_best[first] + log_probability, first
         ends = []
         while count:
             ends.append(bounds[count])

@@ -104,7 +104,7 @@ class Questions(Task[Question]):
         Mostly as in google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
         (examples/pytorch/question-answering/utils_qa.py). As in run_squad.py, an answer starts only in the window with
         most context around it, and equal answers are listed once. As in transformers, answers are copied from the
-        text. We combine the n best starts and ends in the context, not in the window; if none fit, we try all.
+        text. The n best start and end positions of a window are context tokens; if none fit, all are tried.
         """
         return self._decoder().decode(examples, windows, logits)
 
@@ -282,12 +282,11 @@ def _answer_tokens(
     first = np.searchsorted(ends_T, context_N * chars_per_context + start, "right") - contexts.starts[context_N]
     last = np.searchsorted(starts_T, context_N * chars_per_context + end, "left") - 1 - contexts.starts[context_N]
     covered = has_answer & (first <= last) & (start < end)
-    if num_ignored := int((has_answer & ~covered).sum()):
-        index = int(np.flatnonzero(has_answer & ~covered)[0])
+    if len(ignored := np.flatnonzero(has_answer & ~covered)):
         logger.warning(
             "%d answers have no token and are ignored in training; the first is %s, of question %s.",
-            num_ignored,
-            ascii(next(answer.text for answer in examples[index].answers or ())),
-            examples[index].id,
+            len(ignored),
+            ascii(next(answer.text for answer in examples[ignored[0]].answers or ())),
+            examples[ignored[0]].id,
         )
     return np.where(covered, first, -1), np.where(covered, last, -1), is_labeled & (covered | ~has_answer)
