@@ -1,4 +1,4 @@
-"""`evaluate`: score a fine-tuned model on labeled files, and write metrics.json and predictions."""
+"""The command `evaluate`: scores a fine-tuned model on labeled files, and writes metrics.json and predictions."""
 
 import itertools
 import json
@@ -22,30 +22,31 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
     """Score a model, write metrics.json and predictions, and return the scores as lines.
 
     Args:
-        model: a fine-tuned model or its run folder.
-        file: a labeled file; None: the labeled dev and test sets of the model's config.
-        out: folder to write to; None: evaluation/ in the run folder, or NAME-evaluation/ next to an export.
+        model: folder of a fine-tuned model, or of its run.
+        file: labeled file to score on; None: the dev sets and labeled test sets of the model's config.
+        out: folder to write to; None: evaluation/ in the run folder, or NAME-evaluation/ next to an export NAME.
         options: options of `Predictor`.
 
     Raises:
-        InputError: there is no model or no labeled set, or the metrics.json in `out` is not from `evaluate`.
+        InputError: there is no model or no labeled set, or `out` has a metrics.json that `evaluate` did not write.
     """
     folder = model_folder(model)
     predictor = Predictor(folder, **options)
     out = out or _evaluation_folder(folder)
     metrics = _read_metrics(out / _METRICS)
-    sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labeled_sets(predictor.task)
-    source = str(Path(file).expanduser().resolve()) if file else None
-    if not sets:
+    task = predictor.task
+    examples_by_set = {plain_stem(Path(file)): task.read_file(file)} if file else _labeled_sets(task)
+    scored_file = str(Path(file).expanduser().resolve()) if file else None
+    if not examples_by_set:
         raise InputError(f"{folder}: its config names no labeled dev or test set. Give a labeled file.")
     lines = []
-    for name, examples in sets.items():
-        result = SetResult.of(predictor.task, examples, predictor.predict(examples))
-        name = _free_name(name, source, metrics)
-        metrics[name] = {"scores": result.scores, "details": result.details, "file": source}
+    for name, examples in examples_by_set.items():
+        result = SetResult.of(task, examples, predictor.predict(examples))
+        name = _free_name(name, scored_file, metrics)
+        metrics[name] = {"scores": result.scores, "details": result.details, "file": scored_file}
         path = out / PREDICTIONS / f"{name}.jsonl"
-        write_predictions(path, predictor.task, examples, result.predictions, inputs=[source] if source else [])
-        lines += result_lines(predictor.task, name, result.scores, result.details)
+        write_predictions(path, task, examples, result.predictions, inputs=[scored_file] if scored_file else [])
+        lines += result_lines(task, name, result.scores, result.details)
     write_json(out / _METRICS, metrics)
     if predictor.precision != predictor.config.engine.precision:
         lines.append(f"Computed in {predictor.precision}: {predictor.precision_reason}.")
@@ -53,20 +54,20 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """Return the folder for results: in the run folder, or next to an export, which is meant for others."""
+    """Return the default folder for results: in the run folder, or next to an export, which may be shared."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
 
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
-    """Return the dev sets of the config, and its labeled test sets."""
-    tests = {name: members for name, members in task.test_sets().items() if task.is_labeled(members)}
+    """Return the examples of the config's dev sets and labeled test sets, by name."""
+    tests = {name: examples for name, examples in task.test_sets().items() if task.is_labeled(examples)}
     return {**task.read_held_out(), **tests}
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
-    """Read the metrics of earlier evaluations; {} before the first."""
+    """Read the metrics of earlier evaluations; {} if there are none."""
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,11 +75,11 @@ def _read_metrics(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Remove it, or choose another --out.") from None
     if not isinstance(metrics, dict) or not all(isinstance(entry, dict) for entry in metrics.values()):
-        raise InputError(f"{path}: not metrics written by evaluate. Choose another --out.")
+        raise InputError(f"{path}: not written by evaluate. Choose another --out.")
     return metrics
 
 
-def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
-    """Return `name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if name not in metrics or metrics[name].get("file") == source)
+def _free_name(name: str, scored_file: str | None, metrics: Mapping[str, Any]) -> str:
+    """Return `name`, with a suffix -2, -3, ... if `metrics` already has the name for another file."""
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(name for name in candidates if name not in metrics or metrics[name].get("file") == scored_file)

@@ -20,10 +20,10 @@ B = TypeVar("B", bound="DataclassInstance")
 
 
 class Filler(NamedTuple):
-    """Amount of filler at the end of a micro-batch, which is excluded from all losses (`filler.py`)."""
+    """Size of the filler at the end of a micro-batch: dummy sequences that all losses ignore (`filler.py`)."""
 
-    sequences: int = 0
-    rows: int = 0  # filler entries of `MicroBatch.masked_rows`
+    sequences: int = 0  # number of filler sequences
+    rows: int = 0  # number of filler entries in `MicroBatch.masked_rows`
 
 
 NO_FILLER = Filler()
@@ -33,7 +33,7 @@ NO_FILLER = Filler()
 class MicroBatch:
     """Input of one forward pass of one rank: S concatenated sequences with T tokens in total, K of them to predict.
 
-    Sequences are in ascending order of length, without padding (invariant 2). Filler is at the end.
+    Sequences are in ascending order of length, unpadded (invariant 2 in docs/invariants.md). Filler is at the end.
     """
 
     input_ids: Tensor  # int64 [T], after masking
@@ -42,19 +42,19 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending indices of the tokens to predict (rows of a [T, H] tensor)
     masked_labels: Tensor  # int64 [K], ids of these tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; -100 no label; empty without pairs
+    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: none; empty without pairs
     token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending except for filler
+    lengths: tuple[int, ...]  # number of tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence that is not filler."""
+        """The lengths of the sequences that are not filler."""
         return self.lengths[: len(self.lengths) - self.filler.sequences]
 
     @property
     def targets(self) -> int:
-        """Number of tokens to predict."""
+        """Number of tokens to predict, without filler."""
         return len(self.masked_rows) - self.filler.rows
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -73,8 +73,8 @@ class StepBatch:
     epoch: int  # epoch of the first sample
     first_sample: int  # index of the first sample in the phase, counted across epochs
     labeled: int = 0  # number of sentence pairs with an NSP or SOP label, over all ranks
-    text: str = ""  # name of the held-out text that contains all samples
-    copies: int = 1  # number of ranks that have the same samples; sums and counts include all copies
+    text: str = ""  # in evaluation, name of the held-out text that contains all samples
+    copies: int = 1  # number of ranks that have these same samples; sums and counts over ranks include all copies
 
     def to(self, device: torch.device) -> StepBatch:
         """Return the batch with its micro-batches on `device`."""
@@ -116,17 +116,17 @@ class MaskedSequence:
 
 
 def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
-    """Concatenate sequences, in ascending order of length, into one unpadded micro-batch."""
+    """Concatenate sequences, which must be in ascending order of length, into one unpadded micro-batch."""
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate([one.masked_positions + start for one, start in zip(sequences, starts, strict=False)])
+    masked_rows = np.concatenate([one.masked_positions + start for one, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),
         token_types=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.from_numpy(np.arange(tokens) - np.repeat(starts[:-1], lengths)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        masked_rows=torch.from_numpy(rows),
+        masked_rows=torch.from_numpy(masked_rows),
         masked_labels=torch.from_numpy(np.concatenate([sequence.labels for sequence in sequences])),
         nsp_labels=torch.zeros(0, dtype=torch.int64),
         token_keys=torch.zeros(tokens, dtype=torch.int32),

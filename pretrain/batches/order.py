@@ -29,7 +29,7 @@ def root_key(*parts: str | int) -> np.uint64:
 
 def draw(key: np.ndarray | np.uint64, counter: np.ndarray | int) -> np.ndarray:
     """Return 64 pseudo-random bits, uint64, for each pair of `key` and `counter` (broadcast)."""
-    # An array of at least one dimension: for scalars, numpy warns about the intended overflow.
+    # The array must have a dimension: for scalars, numpy warns about overflow, which is intended here.
     bits = np.atleast_1d(np.asarray(counter).astype(np.uint64)) + np.uint64(1)
     return _mix(bits * _INCREMENT + key)
 
@@ -74,10 +74,9 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.nd
 class Mixture:
     """An infinite sequence of samples of several sources, evenly interleaved (invariant 1).
 
-    A period has `shares[s]` samples of source s. In any range of it, each source has its share of the samples, give or
-    take a few: the list of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index
-    determines its source and the number of earlier samples of this source. A source without a share has no effect: it
-    may be added to a corpus later.
+    A period has `shares[s]` samples of source s. Any range of samples has about the same proportions: the list
+    of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index determines its
+    source and the number of earlier samples of this source. A source with a share of 0 may be added without effect.
 
     Args:
         shares: number of samples of each source in a period; at least one is positive.
@@ -93,9 +92,9 @@ class Mixture:
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (source, number of earlier samples of this source) of each of `samples`; int64 [B] each."""
         period, position = np.divmod(samples, self.period)
-        source, before = np.empty_like(samples), np.empty_like(samples)
-        self._halve(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, before)
-        return self._nonzero[source], before + period * np.array(self._nonzero_shares)[source]
+        source, earlier = np.empty_like(samples), np.empty_like(samples)
+        self._halve(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, earlier)
+        return self._nonzero[source], earlier + period * np.array(self._nonzero_shares)[source]
 
     def counts(self, samples: int) -> list[int]:
         """Return the number of samples of each source among the first `samples`."""
@@ -105,30 +104,32 @@ class Mixture:
         return (period * np.array(self.shares) + counts).tolist()
 
     def _halve(
-        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, before: np.ndarray
+        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, earlier: np.ndarray
     ) -> None:
+        """Locate the samples `rows`, which have these indices among the samples of the sources low .. high-1."""
         if not len(rows):
             return
         if high - low == 1:
-            source[rows], before[rows] = low, index
+            source[rows], earlier[rows] = low, index
             return
         middle = (low + high) // 2
-        first, total = sum(self._nonzero_shares[low:middle]), sum(self._nonzero_shares[low:high])
-        of_first = index * first // total
-        is_first = (index + 1) * first // total > of_first
-        self._halve(low, middle, rows[is_first], of_first[is_first], source, before)
-        self._halve(middle, high, rows[~is_first], (index - of_first)[~is_first], source, before)
+        first_share, total = sum(self._nonzero_shares[low:middle]), sum(self._nonzero_shares[low:high])
+        in_first = index * first_share // total  # number of earlier samples in the first half
+        is_in_first = (index + 1) * first_share // total > in_first
+        self._halve(low, middle, rows[is_in_first], in_first[is_in_first], source, earlier)
+        self._halve(middle, high, rows[~is_in_first], (index - in_first)[~is_in_first], source, earlier)
 
     def _counts(self, low: int, high: int, samples: int) -> list[int]:
+        """Return the number of samples of each of the sources low .. high-1 among their first `samples`."""
         if high - low == 1:
             return [samples]
         middle = (low + high) // 2
-        first = samples * sum(self._nonzero_shares[low:middle]) // sum(self._nonzero_shares[low:high])
-        return [*self._counts(low, middle, first), *self._counts(middle, high, samples - first)]
+        in_first = samples * sum(self._nonzero_shares[low:middle]) // sum(self._nonzero_shares[low:high])
+        return [*self._counts(low, middle, in_first), *self._counts(middle, high, samples - in_first)]
 
 
 def _mix(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
-    """Mix the bits of uint64 values in place; `scratch` is overwritten."""
+    """Mix the bits of uint64 values in place, with `scratch` as temporary memory."""
     shifted = np.right_shift(bits, _SHIFTS[0], out=scratch)
     bits ^= shifted
     bits *= _MULTIPLIER1
@@ -139,7 +140,7 @@ def _mix(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Evaluate the Feistel network over `bits` bits once: rounds alternately XOR each half with a hash of the other.
+    """Permute `value` by a Feistel network over `bits` bits: rounds alternately XOR one half with a hash of the other.
 
     The hash in round n is `draw(key, 2**(bits - bits // 2) * n + other half)`, computed in place.
     """
@@ -149,9 +150,9 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     low, high = value & low_mask, value >> low_bits
     key, round_increment = key + _INCREMENT, (high_mask + np.uint64(1)) * np.array([_INCREMENT])
     hashed, scratch = np.empty_like(value), np.empty_like(value)
-    for number in range(_ROUNDS):
-        source, changed, mask = (low, high, high_mask) if number % 2 else (high, low, low_mask)
-        np.multiply(source, _INCREMENT, out=hashed)
+    for round_index in range(_ROUNDS):
+        unchanged, changed, mask = (low, high, high_mask) if round_index % 2 else (high, low, low_mask)
+        np.multiply(unchanged, _INCREMENT, out=hashed)
         hashed += key
         changed ^= np.bitwise_and(_mix(hashed, scratch), mask, out=hashed)
         key += round_increment

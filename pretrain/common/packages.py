@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.common.errors import InputError, MachineError
 
-# As in pyproject.toml: extra -> modules of its packages that this project imports.
+# The extras in pyproject.toml: extra -> modules that it installs and this project imports.
 EXTRAS = {
     "abfs": ("adlfs",),
     "cluster": ("ray",),
@@ -22,7 +22,7 @@ EXTRAS = {
     "wandb": ("wandb", "wandb_workspaces"),
 }
 
-OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # package -> a folder in it
+OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # our packages -> a folder in each
 
 
 def is_installed(module: str) -> bool:
@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
         return sys.modules[module] is not None
     with contextlib.suppress(ImportError):
         spec = importlib.util.find_spec(module)
-        return spec is not None and spec.origin is not None  # a folder named wandb, with runs, has no origin
+        return spec is not None and spec.origin is not None  # a folder wandb with W&B's runs has no origin
     return False
 
 
@@ -50,7 +50,7 @@ def expect(purpose: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def convert_import_errors(purpose: str) -> Iterator[None]:
-    """Convert an import error of a module that an extra installs to the error of `expect`."""
+    """Convert an import error of a module that an extra installs to `expect`'s `MachineError` for `purpose`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
-"""The encoder over unpadded batches. The config selects the parts of its block (`config/families.py`); BERT's are the
-defaults (Devlin et al. 2019).
+"""The encoder over unpadded batches. The config selects the parts of its blocks (`config/families.py`); the
+defaults are BERT's (Devlin et al. 2019).
 
 BERT's forward pass is in four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. They call
 kernels (`kernels/`) and parts that BERT lacks, such as `relative_positions.py`, `norms.py`, `final_norm.py`.
@@ -54,8 +54,8 @@ class Encoder(nn.Module):
         self.fused = compile
         self.activation_checkpointing = activation_checkpointing
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
-        relative = {"relative": RelativeBiases, "disentangled": RelativeEmbeddings}.get(shape.positions)
-        self.relative = None if relative is None else relative(shape)
+        relative_class = {"relative": RelativeBiases, "disentangled": RelativeEmbeddings}.get(shape.positions)
+        self.relative = None if relative_class is None else relative_class(shape)
         layers = [Layer(shape, index, compile) for index in range(shape.layers)]
         if shape.attention_init == "neighbors":
             initialize_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
@@ -73,11 +73,11 @@ class Encoder(nn.Module):
     def encode(self, batch: UnpaddedBatch, queries_R: Tensor | None = None) -> Tensor:
         """Return the last hidden states [T, H], or [R, H] at the query positions `queries_R` (int64, ascending).
 
-        In the last layer, all other tokens serve only as keys and values.
+        With `queries_R`, the last layer uses all other tokens only as keys and values.
         """
-        outputs = len(batch.input_ids if queries_R is None else queries_R)
-        batch = pad_tokens(batch, self.embeddings.word)
-        # docs/invariants.md, 1: dropout depends on the sample and the site in the model, not on a generator's state.
+        num_outputs = len(batch.input_ids if queries_R is None else queries_R)
+        batch = pad_tokens(batch, self.embeddings.word)  # fewer distinct shapes for oneDNN (bf16 on CPUs)
+        # Invariant 1 in docs/invariants.md: dropout depends on sample, position and layer, not on a generator's state.
         seeds_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, seeds_T)
         if self.relative is not None:
@@ -100,14 +100,13 @@ class Encoder(nn.Module):
                 )
             else:
                 hidden_TH = layer(hidden_TH, layout)
-        return (hidden_TH if self.final is None else self.final(hidden_TH))[:outputs]
+        return (hidden_TH if self.final is None else self.final(hidden_TH))[:num_outputs]
 
 
 class Embeddings(nn.Module):
-    """Normalized sum of word, position and segment embeddings (Devlin et al., figure 2), as far as the config has them.
+    """Normalized sum of word, position and segment embeddings (Devlin et al., figure 2); the last two are optional.
 
-    A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
-    embeddings_project).
+    If E is not H, a linear projection follows (google-research/electra modeling.py, embeddings_project).
     """
 
     word: nn.Parameter  # [V, E]
@@ -118,7 +117,7 @@ class Embeddings(nn.Module):
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.tied = True  # the word embeddings are also the decoder
+        self.tied = True  # the word embeddings are also the decoder's weights
         # Return torch.sparse_coo gradients for tables that are only looked up; the engine must support them.
         self.sparse_gradients = False
         self.functions = BlockFunctions.of(shape)
@@ -160,9 +159,9 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
     Args:
         sparse: return an uncoalesced sparse gradient, for a caller that sums its rows.
     """
-    # On CPU torch sums a gradient in the table's precision: the error of a row that is read a thousand times, such as
-    # [MASK], would be several percent in bf16. Its CUDA kernels sum in fp32, but with at most 3,072 tokens only short
-    # runs, whose sums they add in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
+    # On CPUs, torch sums gradients in the table's dtype. In bf16, the gradient of a row that is looked up a thousand
+    # times, such as [MASK]'s, would be several percent off. CUDA kernels sum in fp32; for up to 3,072 tokens, they add
+    # partial sums in the table's dtype (aten EmbeddingBackwardKernel.cu and Embedding.cu).
     if sparse or not table.is_cpu or table.dtype == torch.float32:
         return F.embedding(ids, table, sparse=sparse)
     return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]
@@ -180,7 +179,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (ids_T,), (grad_TE,) = ctx.saved_tensors, grads
-        # Summed only for the distinct ids: an fp32 gradient of the whole table would take three times as long.
+        # Sum only the rows of distinct ids: an fp32 gradient of the whole table would take three times as long.
         ids_U, inverse_T = ids_T.unique(return_inverse=True)
         sums_UE = torch.ops.aten.embedding_dense_backward(grad_TE.float(), inverse_T, len(ids_U), -1, False)
         table_grad_VE = grad_TE.new_zeros(ctx.table_rows, grad_TE.shape[1])

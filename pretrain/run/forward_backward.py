@@ -37,7 +37,7 @@ class ForwardBackward:
         """Accumulate a micro-batch's gradients and return its totals. `last`: whether it is the step's last one."""
         if not self._engine.uses_cuda_graphs:
             return self.run_without_graph(micro_batch, weights, last=last)
-        return self._engine.graphed_pass(micro_batch, weights, self._loss_and_totals, last=last, timed=self._timed)
+        return self._engine.graphed_pass(micro_batch, weights, self._loss_and_totals, last=last, timer=self._timed)
 
     def run_without_graph(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
         """Do the same as `run`, without a CUDA graph."""

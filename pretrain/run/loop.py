@@ -75,7 +75,7 @@ def fit(
         training.callbacks.call_for_each("checkpoint", training.saver.written)
     training.saver.wait()
     training.log_storage_trouble()
-    if engine.averaged:
+    if engine.averaged_steps:
         training.evaluate_average()
 
 
@@ -400,7 +400,7 @@ class Fit(Generic[S]):
             return
         value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
         comparison = f" ({last:.4f} without averaging)" if last is not None else ""
-        message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
+        message = f"the averaged weights of the last {engine.averaged_steps} steps have a held-out loss of {value:.4f}"
         self.recorder.log(make_event("average", f"{message}{comparison}", step=step, **means))
 
     def update_best(self, means: dict[str, float]) -> None:

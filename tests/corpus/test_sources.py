@@ -184,7 +184,7 @@ QUOTED_TSV = 'text\tid\n"Two\nlines, and ""quotes""."\t1\nplain\t2\n"a\ttab"\t3\
 CSV = 'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n'
 WRONG_LINES = '{"text": "fine"}\n{"text": 3}\nnot json\n\n{"other": 1}\n["list"]\n{"text": "half \\ud83d"}\n'
 WRONG = [
-    "'text' that is not text, line 2 of chunk 0: 1",
+    "'text' that is not a string, line 2 of chunk 0: 1",
     "lone surrogate, : 1",
     "line that is not JSON, line 3 of chunk 0: Expecting value: line 1 column 1 (char 0): 2",
     "line without 'text', line 5 of chunk 0: 2",

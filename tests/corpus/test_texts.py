@@ -192,7 +192,7 @@ def test_a_truncated_book_is_read_up_to_the_cut(tmp_path: Path) -> None:
         ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("utf-16-be"), r"neither UTF-8 nor UTF-16"),
         ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("gb18030"), r"neither UTF-8 nor UTF-16"),
         ("wikiextractor", "wiki_00", LINES.encode(), r"JSON, as WikiExtractor's --json writes: use kind jsonl"),
-        ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of chunk 0\), 5 times"),
+        ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not a string \(line 1 of chunk 0\), 5 times"),
     ],
 )
 def test_the_faults_that_make_a_corpus_empty_are_shown(tmp_path, kind, name, data, shown) -> None:

@@ -412,7 +412,10 @@ def test_answers_longer_than_the_overlap(encoder, caplog):
     made = [Question(str(n), "who", context, (Answer(context[20 : 20 + n], 20),)) for n in (5, 7, 30)] + [DOG]
     with caplog.at_level(logging.WARNING):
         task().windows(made, encoder, training=True)
-    assert "2 answers do not fit into any window and are trained as having no answer; first question 7." in caplog.text
+    assert (
+        "2 questions are trained as having no answer, since no window contains their whole answer; the first is 7."
+        in caplog.text
+    )
     caplog.clear()
     task().windows([made[0], DOG], encoder, training=True)
     assert not caplog.text
@@ -425,7 +428,7 @@ def test_long_questions_are_truncated_with_a_warning(encoder, caplog):
     assert np.diff(windows.starts).tolist() == [14, 14]
     assert windows.ids[:14].tolist() == windows.ids[14:].tolist()
     assert (
-        "1 of 2 questions are longer than max_question_tokens 8 and were cut; the longest, long, has 12." in caplog.text
+        "1 of 2 questions are longer than max_question_tokens 8 and are cut; the longest, long, has 12." in caplog.text
     )
 
 
@@ -452,7 +455,7 @@ def test_an_answer_without_a_token_is_not_learned_from(encoder, caplog):
     with caplog.at_level(logging.WARNING):
         windows = task().windows(made, encoder, training=True)
     assert windows.weights[windows.starts[:-1]].tolist() == [0, 1]
-    assert r"1 answers have no token and are ignored in training; first '\u0301' of question 1." in caplog.text
+    assert r"1 answers have no token and are ignored in training; the first is '\u0301', of question 1." in caplog.text
 
 
 # ---------------------------------------------------------------- answers

@@ -114,7 +114,7 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     if held and held[0][2]:
         ranks = ranks[:1]
     out: dict[str, torch.Tensor] = {}
-    for kind in ("weight", "exp_avg", "exp_avg_sq", *(["average"] if engine.averaged else [])):
+    for kind in ("weight", "exp_avg", "exp_avg_sq", *(["average"] if engine.averaged_steps else [])):
         for name, shape in engine.shapes.items():
             pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name and kind in t)
             if kind == "exp_avg_sq" and not pieces and is_hidden_matrix(name):
@@ -373,7 +373,7 @@ def moves(writers: int, readers: int, precision: str) -> list[tuple[int, int]]:
 
 def load_everywhere(folders: dict[int, Path]) -> dict[int, dict[tuple[int, int, str], Any]]:
     """What was saved by so many writers, as it is loaded."""
-    engine_module.MIN_DIVIDED = 64
+    engine_module.MIN_SPLIT_ENTRIES = 64
     found: dict[int, dict[tuple[int, int, str], Any]] = {}
     for writers, folder in folders.items():
         found[writers] = {
@@ -423,7 +423,7 @@ class CountingReader(store.CheckpointReader):
 
 def entries_read(folder: Path) -> dict[int, float]:
     """By stage, what this rank reads of a checkpoint, as a share of the whole one."""
-    engine_module.MIN_DIVIDED = 64
+    engine_module.MIN_SPLIT_ENTRIES = 64
     save_at(folder, 1, "adamw", "bf16")
     shares = {}
     for stage in STAGES:
@@ -449,7 +449,7 @@ def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, t
     engine = make_engine(1, "fp32", "muon")
     for step in range(2):
         take_steps(engine, range(step, step + 1))
-        engine.average(engine.averaged + 1)
+        engine.average(engine.averaged_steps + 1)
     shapes = {name: list(shape) for name, shape in engine.shapes.items()}
     writing.save(folder, 2, engine.fragments(), {"step": 2, "averaged": 2, "shapes": shapes}, engine.workers)
     saved = whole_state(engine)
@@ -471,7 +471,7 @@ def load_averaged(
             engine.load(reader, {"updates": 2, "averaged": 2})
         loaded = whole_state(engine)
         take_steps(engine, range(2, 3))
-        engine.average(engine.averaged + 1)
+        engine.average(engine.averaged_steps + 1)
         found[stage] = loaded, whole_state(engine)
         with store.CheckpointReader(checkpoint) as reader:
             engine.load(reader, {"updates": 2})

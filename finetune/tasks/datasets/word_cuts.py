@@ -3,10 +3,10 @@
 Training sets are segmented differently: "U.S.", "anti-Spanish" and "@ann" are one word in some and several in others.
 The model tags the first token of each word, so plain text must be segmented like the training set.
 
-The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece has a class (word,
-number, initial, ideograph, or letter of another script without spaces) or is a symbol. A word is a sequence of pieces;
-its probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
-separate count ("Mr.", "'s"). Text is split at white space, and each chunk into the most probable words (Viterbi).
+The segmenter is a unigram model of words. A word is one or more of the pieces into which `cut_words` splits text. Each
+piece has a class (word, number, initial, ideograph, or letter of another script without spaces) or is a symbol. A
+word's probability is a product over trigrams of these. Words of several pieces that occur more than once ("Mr.", "'s")
+are also counted whole. Text is split at white space, and each chunk into the most probable words (Viterbi).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common import scripts
 
-_MAX_ENTRIES = 5000  # maximum entries of each table; the most frequent ones are kept
+_MAX_ENTRIES = 5000  # maximum entries of each table of counts, which keeps the most frequent ones, and of the cache
 _MAX_PIECES = 48  # maximum pieces of a word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
@@ -31,9 +31,9 @@ _KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
 _ALPHANUMERIC = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
 _LOG_LETTER = math.log(1 / 50)  # log probability of each character of an alphanumeric piece
 _UNSEEN_COUNT = 0.1  # count assumed for a piece that is not in the training set
-# Log probability that a symbol between two words without spaces is a separate word. It cannot be learned: a training
-# set does not show the spaces around a symbol.
-_LOG_ENCLOSED = math.log(0.01)
+# Log probability that a symbol directly between two words ("a-b") is a separate word. It cannot be learned: a training
+# set of words does not show whether there were spaces around a symbol.
+_LOG_ENCLOSED_SYMBOL = math.log(0.01)
 _TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")  # typographic quotes and hyphens
 _NT = "n't"
 _NT_AT_WORD_END = re.compile(rf"{_NT}(?!\w)")
@@ -53,10 +53,10 @@ class WordCuts:
         contexts: Counter[tuple[str, str]] = Counter()
         for (first_class, second_class, _), count in trigrams.items():
             contexts[first_class, second_class] += count
-        words = contexts[_START, _START]
-        scale = math.log(words / total) if words else 0.0
+        words_in_trigrams = contexts[_START, _START]
+        log_scale = math.log(words_in_trigrams / total) if words_in_trigrams else 0.0
         self._log_trigrams = {
-            key: math.log(count / contexts[key[:2]]) + (scale if key[1] == _START else 0.0)
+            key: math.log(count / contexts[key[:2]]) + (log_scale if key[1] == _START else 0.0)
             for key, count in trigrams.items()
         }
         self._log_compounds = {word: math.log(count / total) for word, count in compounds.items()}
@@ -80,7 +80,7 @@ class WordCuts:
             if len(pieces) > 1 and count > 1:
                 compounds[word] += count
             if (_IDEOGRAPH, _IDEOGRAPH) in pairwise(classes):
-                continue  # such words are only known individually, as `compounds`
+                continue  # such words only count as a whole, in `compounds`
             weight = count if len(pieces) == 1 else 1
             padded = [_START, _START, *classes, _END]
             trigrams.update({key: weight * times for key, times in Counter(_trigrams(padded)).items()})
@@ -96,7 +96,7 @@ class WordCuts:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return {"total", "trigrams": [[class, class, class, count]], "kept": {word: count}}, ready for JSON."""
+        """Return {"total", "trigrams": [[class, class, class, count]], "kept": {compound: count}}, ready for JSON."""
         trigrams = [[*key, count] for key, count in self._trigrams.items()]
         return {"total": self._total, "trigrams": trigrams, "kept": self._compounds}
 
@@ -105,10 +105,11 @@ class WordCuts:
         pieces = cut_words(text)
         if len(pieces) < 2:
             return pieces
-        starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
-        counts = np.diff(np.append(starts, len(pieces)))
-        words = [pieces[starts[counts == 1]]]
-        for first, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+        chunk_starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
+        piece_counts = np.diff(np.append(chunk_starts, len(pieces)))
+        words = [pieces[chunk_starts[piece_counts == 1]]]  # a chunk of one piece is a word
+        several = piece_counts > 1
+        for first, count in zip(chunk_starts[several].tolist(), piece_counts[several].tolist(), strict=True):
             start, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
             bounds = start + np.array((0, *self._word_ends(text[start:end])), np.int64)
             words.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
@@ -116,7 +117,7 @@ class WordCuts:
         return spans[np.argsort(spans[:, 0])]
 
     def _word_ends(self, chunk: str) -> tuple[int, ...]:
-        """Return the end of each word of a chunk, which has no white space."""
+        """Return the end of each word of `chunk`, which has no white space, in characters."""
         ends = self._cache.get(chunk)
         if ends is None:
             if len(self._cache) > _MAX_ENTRIES:
@@ -125,16 +126,16 @@ class WordCuts:
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        """Return the end of each of the most probable words of a chunk."""
+        """Split a chunk into its most probable words; return the end of each."""
         bounds = self._possible_bounds(chunk)
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
-        best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)
+        log_best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)  # for the text up to each piece
         for first in range(count):
             for end, log_probability in self._candidates(chunk, bounds, pieces, classes, first):
-                if best[first] + log_probability > best[end]:
-                    best[end], previous[end] = best[first] + log_probability, first
+                if log_best[first] + log_probability > log_best[end]:
+                    log_best[end], previous[end] = log_best[first] + log_probability, first
         ends = []
         while count:
             ends.append(bounds[count])
@@ -144,28 +145,28 @@ class WordCuts:
     def _candidates(
         self, chunk: str, bounds: list[int], pieces: list[str], classes: list[str], first: int
     ) -> Iterable[tuple[int, float]]:
-        """Yield (index after its last piece, log probability) of each possible word from the piece `first` on."""
+        """Yield (index after its last piece, log probability) of each possible word that starts at piece `first`."""
         first_class, second_class, log_prefix = _START, _START, 0.0
         for end in range(first + 1, min(len(pieces), first + _MAX_PIECES) + 1):
             third_class = classes[end - 1]
             log_prefix += self._log_trigrams.get((first_class, second_class, third_class), -math.inf)
-            log_prefix += len(pieces[end - 1]) * _LOG_LETTER if third_class in _ALPHANUMERIC else 0.0
+            log_letters = len(pieces[end - 1]) * _LOG_LETTER if third_class in _ALPHANUMERIC else 0.0
+            log_prefix += log_letters
             first_class, second_class = second_class, third_class
             log_probability = log_prefix + self._log_trigrams.get((first_class, second_class, _END), -math.inf)
             if end == first + 1:
-                unseen = self._log_unseen + (len(pieces[first]) * _LOG_LETTER if third_class in _ALPHANUMERIC else 0.0)
-                log_probability = max(log_probability, unseen)
+                log_probability = max(log_probability, self._log_unseen + log_letters)
                 if _is_enclosed(classes, first):
-                    log_probability += _LOG_ENCLOSED
-            whole_word = self._log_compounds.get(chunk[bounds[first] : bounds[end]], -math.inf)
-            log_probability = max(log_probability, whole_word)
+                    log_probability += _LOG_ENCLOSED_SYMBOL
+            log_whole_word = self._log_compounds.get(chunk[bounds[first] : bounds[end]], -math.inf)
+            log_probability = max(log_probability, log_whole_word)
             if log_probability > -math.inf:
                 yield end, log_probability
             if log_prefix == -math.inf and end - first >= self._longest_compound:
                 return
 
     def _possible_bounds(self, chunk: str) -> list[int]:
-        """Return where words may end: after each piece, and before "n't" if the training set splits there."""
+        """Return 0 and where words may end: after each piece, and before "n't" if the training set splits there."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NT in self._compounds:
             bounds |= {match.start() for match in _NT_AT_WORD_END.finditer(chunk)}

@@ -1,4 +1,4 @@
-"""Span questions: the answer is a span of the context, or, as in SQuAD v2.0, the context has none."""
+"""Extractive question answering: the answer is a span of the context, or, as in SQuAD v2.0, there may be none."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Questions(Task[Question]):
 
     Args:
         settings: the section `questions` of the config.
-        state: what `state()` of the trained model returned; a threshold in the settings overrides its threshold.
+        state: the return value of the trained model's `state()`; a threshold in the settings overrides its threshold.
     """
 
     kind = "questions"
@@ -56,7 +56,7 @@ class Questions(Task[Question]):
 
     @property
     def unanswerable(self) -> bool:
-        """True if a question may have no answer, so that it is decoded and scored as in SQuAD v2.0."""
+        """True if questions may have no answer, so that they are decoded and scored as in SQuAD v2.0."""
         return bool(self._source.unanswerable)
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Questions(Task[Question]):
         return any(example.answers is not None for example in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
-        """Return {"id", "question", "context", "gold": its answers as strings, [] if it has none}."""
+        """Return {"id", "question", "context", "gold": the answers as strings}; "gold" is omitted without labels."""
         record: dict[str, Any] = {"id": example.id, "question": example.text, "context": example.context}
         if example.answers is not None:
             record["gold"] = [answer.text for answer in example.answers]
@@ -95,25 +95,24 @@ class Questions(Task[Question]):
         """Return {"id", "answer", "start", "end", "score", "no_answer_score", "best_non_empty", "nbest", "windows"}.
 
         answer: `context[start:end]`, or "" with 0, 0.
-        score: its probability among the n best.
-        no_answer_score: the score of no answer minus the score of the best answer; 0 if no answer is not allowed.
-        best_non_empty: the best answer, whatever the threshold.
-        nbest: {"text", "start", "end", "probability"}, best first.
+        score: softmax probability of the answer among the n best.
+        no_answer_score: score of "no answer" minus score of the best answer; 0 if not `unanswerable`.
+        best_non_empty: the best answer, even if "no answer" is predicted.
+        nbest: the n best answers, {"text", "start", "end", "probability"}, best first.
         windows: number of windows of the question.
 
-        google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
-        (examples/pytorch/question-answering/utils_qa.py) mostly agree. Where they differ, we follow Google in two
-        points: an answer starts only in the window with most context around it, and equal answers are listed once. We
-        follow transformers in using the original characters. Unlike both, we take the best n start and end positions
-        of the context's tokens, not of all tokens; if none of them form an answer, all are tried.
+        Mostly as in google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
+        (examples/pytorch/question-answering/utils_qa.py). As in run_squad.py, an answer starts only in the window with
+        most context around it, and equal answers are listed once. As in transformers, answers are copied from the
+        text. The n best start and end positions of a window are context tokens; if none fit, all are tried.
         """
         return self._decoder().decode(examples, windows, logits)
 
     def scorer_files(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return {id: answer} for evaluate-v1.1.py or -v2.0.py; for the latter also {id: probability of no answer}.
+        """Return the input of evaluate-v1.1.py or -v2.0.py: {id: answer}; for v2.0 also {id: probability of no answer}.
 
-        The probability compares no answer with the best answer only, so it orders questions as `no_answer_score` does.
-        None exceeds 1, the script's default threshold, so the script scores the answers as they are.
+        The probability is the logistic function of `no_answer_score`. It never exceeds 1, the script's default
+        threshold, so the script scores the answers unchanged.
         """
         return self._decoder().scorer_files(predictions)
 
@@ -122,7 +121,7 @@ class Questions(Task[Question]):
         return self.unanswerable and self.settings.threshold is None
 
     def tune(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> None:
-        """Set the threshold to the best one for `metric`, unless it is set; `score` and `details` use it, too."""
+        """Choose the threshold with the best `metric`, unless the settings have one; `score` and `details` use it."""
         if self.tunes:
             predictions = self.decode(examples, windows, logits)
             self.threshold = self._decoder().best_threshold(examples, predictions, self.settings.metric)
@@ -130,8 +129,8 @@ class Questions(Task[Question]):
     def score(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return evaluate-v1.1.py's exact_match and f1, or the scores of evaluate-v2.0.py.
 
-        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores with any threshold, and
-        best_*_thresh the thresholds of the best scores.
+        exact, f1, HasAns_* and NoAns_* use the current threshold. best_exact and best_f1 are the best scores with any
+        threshold, and best_*_thresh are their thresholds.
 
         Raises:
             InputError: no example has a prediction.
@@ -150,34 +149,32 @@ class Questions(Task[Question]):
         return self._decoder().details(examples, predictions)
 
     def _decoder(self) -> AnswerDecoder:
-        settings = self.settings
-        return AnswerDecoder(settings.max_answer_tokens, self.unanswerable, self.threshold)
+        return AnswerDecoder(self.settings.max_answer_tokens, self.unanswerable, self.threshold)
 
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
         """Build windows; adjacent ones share `stride` tokens of context. Training and prediction use the same windows.
 
-        In training, each window counts as an example, like run_qa's features. A window without the whole answer is
-        labeled as having none (transformers examples/pytorch/question-answering/run_qa.py, prepare_train_features).
-        Of several answers, the first is used.
+        In training, each window is an example, labeled as having no answer unless it contains the whole first answer
+        (transformers examples/pytorch/question-answering/run_qa.py, prepare_train_features).
 
         Raises:
             InputError: windows are too short for max_question_tokens and stride.
         """
-        self._expect_room(encoder)
+        self._check_window_size(encoder)
         questions, question_N = distinct([example.text.strip() for example in examples])
         passages, context_N = distinct([example.context for example in examples])
-        encoded, contexts = encoder.encode(questions), encoder.encode(passages)
-        length_N = np.diff(encoded.starts)[question_N]
-        kept_N = np.minimum(length_N, self.settings.max_question_tokens)
-        self._warn_about_cut_questions(examples, length_N)
-        capacity_N = encoder.capacity(pair=True) - kept_N
+        encoded_questions, contexts = encoder.encode(questions), encoder.encode(passages)
+        length_N = np.diff(encoded_questions.starts)[question_N]
+        question_length_N = np.minimum(length_N, self.settings.max_question_tokens)
+        self._warn_about_truncated_questions(examples, length_N)
+        capacity_N = encoder.capacity(pair=True) - question_length_N
         example, start, length = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
         context_token = contexts.starts[context_N[example]] + start
         framed = frame(
             encoder,
-            (encoded.ids, encoded.starts[question_N[example]], kept_N[example]),
+            (encoded_questions.ids, encoded_questions.starts[question_N[example]], question_length_N[example]),
             (contexts.ids, context_token, length),
         )
         labels, weights = self._targets(examples, contexts, context_N, framed, (example, start, length))
@@ -203,13 +200,13 @@ class Questions(Task[Question]):
         contexts: TokenizedTexts,
         context_N: np.ndarray,
         framed: FramedWindows,
-        cut: tuple[np.ndarray, np.ndarray, np.ndarray],
+        spans: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (labels uint8 [T, 2], weights float32 [T]) of windows `cut`: (example, start, length), int64 [F]."""
-        example, start, length = cut
+        """Return (labels uint8 [T, 2], weights float32 [T]) of windows over `spans`: (example, start, length)."""
+        example, start, length = spans
         first, last, is_used_N = _answer_tokens(examples, contexts, context_N)
         contains = (first[example] >= start) & (last[example] < start + length)
-        self._warn_about_cut_answers(examples, first >= 0, example[contains])
+        self._report_split_answers(examples, first >= 0, example[contains])
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
         cls, is_used = framed.starts[:-1], is_used_N[example]
@@ -219,7 +216,8 @@ class Questions(Task[Question]):
         weights[cls[is_used]] = 1
         return labels, weights
 
-    def _expect_room(self, encoder: TextEncoder) -> None:
+    def _check_window_size(self, encoder: TextEncoder) -> None:
+        """Raise `InputError` if adjacent windows would contain no new context."""
         max_tokens, stride = self.settings.max_question_tokens, self.settings.stride
         capacity = encoder.capacity(pair=True)
         if capacity - max_tokens > stride:
@@ -229,32 +227,32 @@ class Questions(Task[Question]):
             advice = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
             f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
-            f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would show no new context. Raise "
+            f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would have no new context. Raise "
             f"max_length, or set {advice}."
         )
 
-    def _warn_about_cut_questions(self, examples: Sequence[Question], lengths: np.ndarray) -> None:
+    def _warn_about_truncated_questions(self, examples: Sequence[Question], lengths: np.ndarray) -> None:
         max_tokens = self.settings.max_question_tokens
-        if cut := int((lengths > max_tokens).sum()):
+        if truncated := int((lengths > max_tokens).sum()):
             longest = int(lengths.argmax())
             logger.warning(
-                "%d of %d questions are longer than max_question_tokens %d and were cut; the longest, %s, has %d.",
-                cut,
+                "%d of %d questions are longer than max_question_tokens %d and are cut; the longest, %s, has %d.",
+                truncated,
                 len(examples),
                 max_tokens,
                 examples[longest].id,
                 lengths[longest],
             )
 
-    def _warn_about_cut_answers(self, examples: Sequence[Question], answered: np.ndarray, whole: np.ndarray) -> None:
-        """Warn about examples that are `answered`, but not in `whole`: no window contains the whole answer."""
-        divided = np.flatnonzero(answered & (np.bincount(whole, minlength=len(examples)) == 0))
-        if len(divided):
+    def _report_split_answers(self, examples: Sequence[Question], answered: np.ndarray, contained: np.ndarray) -> None:
+        """Warn about the bool [N] `answered` examples that are not in `contained`: no window has their whole answer."""
+        uncontained = np.flatnonzero(answered & (np.bincount(contained, minlength=len(examples)) == 0))
+        if len(uncontained):
             logger.warning(
-                "%d answers do not fit into any window and are trained as having no answer; first question %s. "
-                "An answer of up to stride tokens, now %d, always fits.",
-                len(divided),
-                examples[divided[0]].id,
+                "%d questions are trained as having no answer, since no window contains their whole answer; the first "
+                "is %s. Answers of up to stride tokens (now %d) always fit.",
+                len(uncontained),
+                examples[uncontained[0]].id,
                 self.settings.stride,
             )
 
@@ -262,33 +260,33 @@ class Questions(Task[Question]):
 def _answer_tokens(
     examples: Sequence[Question], contexts: TokenizedTexts, context_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (first int64 [N], last int64 [N], is_used bool [N]): first and last token of each answer in its context.
+    """Return (first int64 [N], last int64 [N], is_used bool [N]) of each question.
 
-    They are -1 if there is no answer. Unlabeled questions, and answers without a token, are not used in the loss.
-    A character without a token (an accent that the normalizer drops) belongs to the token before it at the answer's
-    end, and to the token after it at the answer's start.
+    `first` and `last` are the indices of the answer's first and last token in its context, -1 without an answer. The
+    loss ignores unlabeled questions and questions whose answer has no token: `is_used` is false. A character without a
+    token (an accent that the normalizer drops) belongs to the token before it at the answer's end, and to the token
+    after it at the answer's start.
     """
     answers = [question.answers[0] if question.answers else None for question in examples]
     is_labeled = np.array([question.answers is not None for question in examples], bool)
     has_answer = np.array([answer is not None for answer in answers], bool)
     start = np.array([answer.start if answer else 0 for answer in answers], np.int64)
     end = start + np.array([len(answer.text) if answer else 0 for answer in answers], np.int64)
-    # One search for all contexts: their characters are numbered consecutively.
+    # One search for all contexts: context i starts at character i * chars_per_context.
     lengths = np.diff(contexts.starts)
-    highest = int(contexts.offsets.max(initial=0))
-    step = max(highest, int(end.max(initial=0))) + 1
-    text_T = np.repeat(np.arange(len(lengths)), lengths)
-    starts_T = contexts.offsets[:, 0] + text_T * step
-    ends_T = contexts.offsets[:, 1] + text_T * step
-    first = np.searchsorted(ends_T, context_N * step + start, "right") - contexts.starts[context_N]
-    last = np.searchsorted(starts_T, context_N * step + end, "left") - 1 - contexts.starts[context_N]
+    max_offset = int(contexts.offsets.max(initial=0))
+    chars_per_context = max(max_offset, int(end.max(initial=0))) + 1
+    context_T = np.repeat(np.arange(len(lengths)), lengths)
+    starts_T = contexts.offsets[:, 0] + context_T * chars_per_context
+    ends_T = contexts.offsets[:, 1] + context_T * chars_per_context
+    first = np.searchsorted(ends_T, context_N * chars_per_context + start, "right") - contexts.starts[context_N]
+    last = np.searchsorted(starts_T, context_N * chars_per_context + end, "left") - 1 - contexts.starts[context_N]
     covered = has_answer & (first <= last) & (start < end)
-    if lost := int((has_answer & ~covered).sum()):
-        index = int(np.flatnonzero(has_answer & ~covered)[0])
+    if len(ignored := np.flatnonzero(has_answer & ~covered)):
         logger.warning(
-            "%d answers have no token and are ignored in training; first %s of question %s.",
-            lost,
-            ascii(next(answer.text for answer in examples[index].answers or ())),
-            examples[index].id,
+            "%d answers have no token and are ignored in training; the first is %s, of question %s.",
+            len(ignored),
+            ascii(next(answer.text for answer in examples[ignored[0]].answers or ())),
+            examples[ignored[0]].id,
         )
     return np.where(covered, first, -1), np.where(covered, last, -1), is_labeled & (covered | ~has_answer)

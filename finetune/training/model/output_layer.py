@@ -1,10 +1,10 @@
-"""Initializes a new output layer: the best linear model on the frozen encoder's features.
+"""Initializes a new output layer with the best linear model on the frozen encoder's features.
 
-With random weights the first steps move the encoder toward noise, and few labels do not bring it back (Kumar et al.
+If it starts random, the first steps move the encoder toward noise, and few labels cannot undo this (Kumar et al.
 2022, "Fine-Tuning Can Distort Pretrained Features", arXiv:2202.10054, section 4: linear probing, then fine-tuning).
-The fitted layer is also the frozen linear baseline of the run.
+The fitted layer is also the run's baseline: a linear model on the frozen encoder.
 
-Shape letters: R feature vectors (one per query position or pooled window), C outputs, H hidden size.
+Shape letters: R feature vectors (one per query position or pooled window), C output units, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 
 MAX_ROWS = 20_000
-"""Number of feature vectors after which no batch is added to the fit; 20,000 of size 1,024 are 80 MB."""
+"""Once the batches have this many feature vectors, none is added; 20,000 vectors of size 1,024 are 80 MB."""
 
 PENALTY = 0.15
 """L2 penalty added to the summed loss, for features of mean squared length 1 (scikit-learn: C = 3.3); decision 0155."""
@@ -25,16 +25,16 @@ PENALTY = 0.15
 SHRINK = 0.3
 """Factor for a classifier's fitted weights: predictions stay the same, but less confident, so gradients remain."""
 
-_FULL_ROWS = 16  # minimum number of feature vectors per class for which PENALTY and SHRINK apply unchanged
+_MIN_ROWS_PER_CLASS = 16  # minimum number of feature vectors per class for which PENALTY and SHRINK apply unchanged
 
 _MAX_ITERATIONS = 100  # of L-BFGS
 
 
 def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -> dict[str, Tensor]:
-    """Return weight fp32 [C, H] and bias fp32 [C] that minimize the task's loss on frozen features, by `model`'s names.
+    """Return weight fp32 [C, H] and bias fp32 [C] that minimize the task's loss on frozen features, by parameter name.
 
     Args:
-        model: model in evaluation mode, on `device`; its output layer is not read.
+        model: model in evaluation mode, on `device`; its output layer is ignored.
         batches: batches of the training set; the first examples of the first epoch are used.
         device: device of the features and of the fit.
     """
@@ -44,9 +44,9 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     # Computed before centering: if all examples are similar, the scale of centered features would be near 0.
     scale = features_RH.square().sum(1).mean().sqrt().clamp_min(1e-12)
     scaled = [((rows_RH - center_H) / scale, batch) for rows_RH, batch in features]
-    total = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
-    penalty, factor = regularization(model.objective, total / len(model.head.out_bias))
-    weight_CH, bias_C = _minimize(model, scaled, penalty, total)
+    total_weight = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
+    penalty, factor = regularization(model.objective, total_weight / len(model.head.out_bias))
+    weight_CH, bias_C = _minimize(model, scaled, penalty, total_weight)
     weight_CH = weight_CH / scale
     fitted = {"head.out_weight": weight_CH, "head.out_bias": bias_C - weight_CH @ center_H}
     return {name: tensor.cpu() * factor for name, tensor in fitted.items()}
@@ -55,9 +55,9 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
 def regularization(objective: str, rows_per_class: float) -> tuple[float, float]:
     """Return (L2 penalty, factor of the fitted weights) for the mean number of feature vectors per class.
 
-    With few vectors, classes are further apart, and fine-tuning has few steps, which change less; see decision 0155.
+    With few vectors, the penalty is lower and the factor higher, since fine-tuning has few steps (decision 0155).
     """
-    fraction = min(1.0, rows_per_class / _FULL_ROWS) if objective == "classes" else 1.0
+    fraction = min(1.0, rows_per_class / _MIN_ROWS_PER_CLASS) if objective == "classes" else 1.0
     return PENALTY * fraction**3, 1.0 if objective == "value" else SHRINK * (2 - fraction)
 
 
@@ -73,19 +73,19 @@ def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBa
 
 
 def _minimize(
-    model: TaskModel, features: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total: float
+    model: TaskModel, features: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Fit weight [C, H] and bias [C] by L-BFGS from zeros; features have mean squared length 1 and weight `total`."""
-    sample = features[0][0]
-    outputs = len(model.head.out_bias)
-    weight_CH = torch.zeros(outputs, sample.shape[1], device=sample.device, requires_grad=True)
-    bias_C = torch.zeros(outputs, device=sample.device, requires_grad=True)
+    """Fit weight [C, H] and bias [C] by L-BFGS from zeros, on features of mean squared length 1."""
+    rows_RH = features[0][0]
+    num_outputs, hidden = len(model.head.out_bias), rows_RH.shape[1]
+    weight_CH = torch.zeros(num_outputs, hidden, device=rows_RH.device, requires_grad=True)
+    bias_C = torch.zeros(num_outputs, device=rows_RH.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight_CH, bias_C], max_iter=_MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         losses = [model.loss(F.linear(rows_RH, weight_CH, bias_C), batch) for rows_RH, batch in features]
-        loss = (torch.stack(losses).sum() + penalty * weight_CH.square().sum()) / total
+        loss = (torch.stack(losses).sum() + penalty * weight_CH.square().sum()) / total_weight
         loss.backward()
         return loss
 

@@ -1,4 +1,4 @@
-"""Files of JSON objects: one per line, in an array, or indented. The text column of each object is a document."""
+"""Files of JSON objects: one per line, in an array, or indented. The text column of each object is one document."""
 
 import json
 from collections.abc import Iterator
@@ -48,12 +48,12 @@ class Reader(RecordReader):
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column
         text = decode(self.records(chunk, problems), path, chunk.start, problems)
-        # Files may have been concatenated without a line break after the first.
+        # A byte-order mark between objects: files were concatenated without a line break between them.
         lines = text.replace("}\ufeff{", "}\n{").split("\n")
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if not line or line.isspace():
                 continue
-            location = f"line {number} of chunk {chunk.index}"
+            location = f"line {line_number} of chunk {chunk.index}"
             try:
                 text = json.loads(line)[column]
             except (ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ class Reader(RecordReader):
                 if isinstance(text, str):
                     yield without_surrogates(text, path, problems)
                 else:
-                    problems.add(path, f"{column!r} that is not text", location)
+                    problems.add(path, f"{column!r} that is not a string", location)
 
 
 def _starts_with_object(file: Path) -> bool:
@@ -75,5 +75,5 @@ def _starts_with_object(file: Path) -> bool:
 
 
 def _column_names(file: Path) -> list[str]:
-    row = json_values.first_value(file)
-    return list(row) if isinstance(row, dict) else []
+    first = json_values.first_value(file)
+    return list(first) if isinstance(first, dict) else []

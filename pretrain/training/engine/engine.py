@@ -1,8 +1,8 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
-A loss is already divided by its count over all ranks and micro-batches, so gradients are only summed: in ZeRO 1 and 2
-by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers, and disables its
-averaging over micro-batches.
+Each loss is already divided by its number of labels over all ranks and micro-batches, so gradients are only summed: in
+ZeRO 1 and 2 by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers, and
+disables its averaging over micro-batches.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-MIN_DIVIDED = 1 << 14  # entries; when a ZeRO-0 run resumes, every rank reads smaller tensors in full
+MIN_SPLIT_ENTRIES = 1 << 14  # size from which a tensor that every rank holds is read in parts, one per rank
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. It stays on the device; reading it waits for the device.
+    """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device.
 
     Attributes:
         norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was skipped.
@@ -76,14 +76,14 @@ class ProgressWatch(Protocol):
     """An observer of a run's progress: `pretrain.training.watchdog.Watchdog`."""
 
     def beat(self) -> None:
-        """Record that the engine makes progress."""
+        """Record that the engine has made progress."""
 
     def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work that may take `seconds` without progress."""
+        """Return a context manager in which work may take `seconds` without progress."""
         ...
 
     def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a wait for data or storage; `what` names what it waits for."""
+        """Return a context manager for waiting for data or storage; `what` names what is awaited."""
         ...
 
 
@@ -92,23 +92,23 @@ class Engine:
 
     Args:
         model: the model, with fp32 parameters on any device; DeepSpeed casts and moves them.
-        make_optimizer: function that maps (name, parameter) pairs to an optimizer. Its param groups have an entry
-            `names`, and `lr_scale` if their learning rate differs from the run's by this factor.
-        settings: ZeRO stage, precision, clipping and the section for DeepSpeed.
+        make_optimizer: function that maps (name, parameter) pairs to an optimizer. Each param group has an entry
+            `names`, one per parameter, and may have `lr_scale`, a factor for the run's learning rate.
+        settings: the config's `engine` section: ZeRO stage, precision, clipping and options for DeepSpeed.
         watch: observer of progress and waits.
 
     Attributes:
         shapes: the parameters' shapes, by name.
         module: the model as wrapped by DeepSpeed.
-        averaged: number of steps in the running mean of the weights.
-        variant: key of whatever passes depend on besides parameters and batches; each value has separate recordings.
-        workers: all ranks.
+        averaged_steps: number of steps whose weights are in the running mean; 0 if there is none.
+        variant: settings that passes depend on, such as rotary bases; a CUDA graph is recorded for each value.
+        workers: the group of all ranks.
         watch: the argument `watch`.
         loss_scale: the loss scale of fp16; None in other precisions.
         uses_cuda_graphs: whether passes run as CUDA graphs: `graphed_pass` then replaces `forward` and `backward`.
 
     Raises:
-        InputError: DeepSpeed rejects the settings in its section.
+        InputError: DeepSpeed rejects `engine.deepspeed`, or CUDA graphs do not support it.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class Engine:
         self.graphs = None
         if self.uses_cuda_graphs:
             if self.sums is None:
-                raise InputError("engine.cuda_graphs: conflicts with settings of engine.deepspeed. Set it to false.")
+                raise InputError("engine.cuda_graphs: conflicts with engine.deepspeed. Set cuda_graphs to false.")
             self.graphs = PassGraphs(self.module, self.sums)
-        self.averaged = 0
+        self.averaged_steps = 0
         self.variant: Hashable = None
         self._prepare_moments()
         self._describe_shards()
@@ -178,7 +178,7 @@ class Engine:
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`, this rank's share of the global loss.
+        """Backpropagate `loss`, this rank's share of the global loss, and accumulate the gradients.
 
         `last` tells whether the micro-batch is the last of the step.
         """
@@ -199,25 +199,25 @@ class Engine:
         compute: LossAndTotals,
         *,
         last: bool,
-        timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        timer: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Tensor:
-        """Run the forward and backward pass of a micro-batch, if `uses_cuda_graphs`.
+        """Run the forward and backward pass of a micro-batch; only call it if `uses_cuda_graphs`.
 
         Args:
             batch: the micro-batch, on the device; batches should have few different shapes.
             weights: weights of the losses.
-            compute: function that maps the module's output and the weights on the device to (this rank's share of the
-                global loss, the totals); must be the same function in each call.
+            compute: function that maps (the module's output, the weights as a tensor) to (this rank's share of the
+                global loss, sums for metrics); must be the same function in each call.
             last: whether this is the last micro-batch of the step.
-            timed: returns a context manager for the work that does not wait for other ranks.
+            timer: function that returns a context manager; it times the work that does not wait for other ranks.
 
         Returns:
-            The totals.
+            The sums for metrics.
         """
         assert self.graphs is not None
         self.watch.beat()
         self.layout.wait_for_weights()
-        with timed():
+        with timer():
             totals = self.graphs.run(batch, weights, compute, self.variant)
         if last:
             assert self.sums is not None
@@ -233,7 +233,7 @@ class Engine:
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
         """Clip gradients, step the optimizer unless a gradient is not finite, and clear the gradients.
 
-        `weight_decay` applies to the param groups with `decays`; None leaves it unchanged.
+        `weight_decay` applies to the param groups whose entry `decays` is true; None leaves it unchanged.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -246,7 +246,7 @@ class Engine:
         return StepResult(norm)
 
     def scale_updates(self, name: str, entries: int, factor: float) -> None:
-        """Scale all future updates of a parameter's first `entries` by `factor`; 0 leaves them bit-identical."""
+        """Scale all future updates of a parameter's first `entries` entries by `factor`; with 0 they never change."""
         tensors = [
             fragment.tensors["weight"][: entries - fragment.start]
             for fragment in self.fragments()
@@ -254,43 +254,43 @@ class Engine:
         ]
         old_weights: list[Tensor] = []
 
-        def keep(*_: Any) -> None:
+        def save_old_weights(*_: Any) -> None:
             old_weights[:] = [weights.clone() for weights in tensors]
 
         @torch.no_grad()
-        def scale(*_: Any) -> None:
+        def scale_update(*_: Any) -> None:
             for weights, old in zip(tensors, old_weights, strict=True):
                 weights.copy_(old.lerp(weights, factor) if factor else old)
 
-        self._optimizer.register_step_pre_hook(keep)
-        self._optimizer.register_step_post_hook(scale)
+        self._optimizer.register_step_pre_hook(save_old_weights)
+        self._optimizer.register_step_post_hook(scale_update)
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield every piece of weights, moments and averages that this rank holds."""
         yield from self.layout.fragments()
 
     @torch.no_grad()
-    def average(self, count: int) -> None:
+    def average(self, steps: int) -> None:
         """Add the current weights to their running fp32 mean, which is "average" in `fragments`.
 
         Args:
-            count: number of steps in the mean, including this one: 1 starts a new mean, 0 removes it.
+            steps: number of steps averaged so far, including this one. 1 starts a new mean, 0 removes it.
         """
-        if not count and not self.averaged:
+        if not steps and not self.averaged_steps:
             return
-        self.averaged = self.averaged + 1 if count > 1 else count
+        self.averaged_steps = self.averaged_steps + 1 if steps > 1 else steps
         for flat in self.layout.flats():
             state = self._optimizer.state[flat]
-            if not count:
+            if not steps:
                 del state[AVERAGE]
-            elif self.averaged == 1:
+            elif self.averaged_steps == 1:
                 state[AVERAGE] = flat.detach().clone()
             else:
-                state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged)
+                state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged_steps)
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Yield every unsharded parameter by name, in the dtype of the model. Read-only; enter on all ranks."""
+        """Yield the unsharded parameters by name, in the model's dtype. Read-only; all ranks must enter together."""
         parameters = dict(self.module.named_parameters())
         with self.layout.whole(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
@@ -300,13 +300,13 @@ class Engine:
 
         Args:
             reader: reader of the saved fragments.
-            state: what `state` returned when they were saved; None for a new run.
+            state: the return value of `state()` when they were saved; None for a new run.
         """
         state = state or {}
-        self.averaged = state.get("averaged", 0)
+        self.averaged_steps = state.get("averaged", 0)
         for flat in self.layout.flats():
             self._optimizer.state[flat].pop(AVERAGE, None)
-            if self.averaged:
+            if self.averaged_steps:
                 self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
             for fragment in self.layout.fragments():
@@ -320,12 +320,12 @@ class Engine:
             self._set_loss_scale()
 
     def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint besides `fragments`: counts, fp16's loss scale and all parameters' shapes."""
+        """Return what a checkpoint needs besides `fragments`: step counts, the fp16 loss scale, parameter shapes."""
         updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # skipped steps are not counted
         return {
             "updates": int(updates.item()),
             "scaler": self.loss_scale.state() if self.loss_scale else {},
-            **({"averaged": self.averaged} if self.averaged else {}),
+            **({"averaged": self.averaged_steps} if self.averaged_steps else {}),
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
@@ -347,37 +347,37 @@ class Engine:
         gc.collect()
 
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
-        """Read fp32 [numel] of a fragment. If every rank holds it, each reads a part and gathers the others."""
+        """Read a fragment, fp32 [numel]. If every rank holds it, each reads a part, and an all-gather joins them."""
         start, numel = fragment.start, fragment.numel
-        if not fragment.shared or self.world_size == 1 or numel < MIN_DIVIDED:
+        if not fragment.shared or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
             return reader.read(kind, fragment.name, start, numel)
-        share = -(-numel // self.world_size)
-        first = min(self.rank * share, numel)
-        count = min(share, numel - first)
-        part = torch.zeros(share, device=self.device)
-        part[:count] = reader.read(kind, fragment.name, start + first, count)
-        whole = part.new_empty(share * self.world_size)
+        part_numel = -(-numel // self.world_size)
+        offset = min(self.rank * part_numel, numel)
+        count = min(part_numel, numel - offset)
+        part = torch.zeros(part_numel, device=self.device)
+        part[:count] = reader.read(kind, fragment.name, start + offset, count)
+        whole = part.new_empty(part_numel * self.world_size)
         buckets.all_gather(whole, part)
         return whole[:numel]
 
     def _describe_shards(self) -> None:
-        """Tell an optimizer whose step depends on whole tensors which of them ZeRO's flat tensors contain."""
+        """Tell optimizers that need whole parameters where each of them is in ZeRO's flat tensors."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
             reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
-            half = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
+            uses_bf16 = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
             self._optimizer.set_shards(
                 segments,
                 matrix_shapes(self.shapes),
                 self.workers,
                 shared=self.layout.shared,
-                dtype=torch.bfloat16 if half else torch.float32,
+                dtype=torch.bfloat16 if uses_bf16 else torch.float32,
             )
 
     def _prepare_moments(self) -> None:
-        """Set the moments and step counts of all master weights to zero, which undoes any step that DeepSpeed took."""
+        """Set the moments and step counts of all master weights to zero; DeepSpeed may step while it initializes."""
         muon = isinstance(self._optimizer, Muon)
         matrices = {piece.flat for piece in self.layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self.layout.flats():
@@ -406,6 +406,6 @@ def _initialize(
 
 
 def _raised_in_our_code(error: Exception) -> bool:
-    """Return whether the innermost frame is in this package, since DeepSpeed calls our optimizers and patches."""
+    """Return whether our code raised the error: DeepSpeed calls our optimizers and patches."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
