@@ -1,4 +1,4 @@
-"""An objective for tests: predicts masked tokens, and the position of every token."""
+"""Predict masked tokens, and the position of every token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pretrain.objectives.objective import Exported, ReadFrozen, Term
 
 
 class PlaceLosses(NamedTuple):
-    """Sums over a micro-batch, fp32 scalars."""
+    """Sums over the micro-batch, fp32 scalars."""
 
     mlm_loss: Tensor
     place_loss: Tensor
@@ -25,7 +25,7 @@ class PlaceLosses(NamedTuple):
 
 
 class PlaceModel(PretrainingModel):
-    """The pretraining model with a second head, which predicts positions."""
+    """The encoder with a second head."""
 
     place_weight: nn.Parameter  # [positions, H]
 

@@ -169,8 +169,8 @@ def _add_list(commands: Any) -> None:
 def _add_job_commands(commands: Any) -> None:
     for name, function, purpose in (
         ("status", _status, "print the state and progress of a job"),
-        ("stop", _stop, "stop a job after a checkpoint, and wait until it has stopped"),
-        ("delete", _delete, "remove a finished job from the list, but keep its run folder"),
+        ("stop", _stop, "stop a job after a checkpoint, and wait for its end"),
+        ("delete", _delete, "remove a finished job from the list; its run folder stays"),
     ):
         parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
         _add_address(parser)

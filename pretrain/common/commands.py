@@ -311,8 +311,8 @@ def config_argument(text: str) -> Path:
 
 
 def run_argument(value: Any) -> Path | str:
-    """Parse a run folder or model: a path, the name of a run (`find_run`), an address, or a result with a `place`."""
-    text = str(getattr(value, "place", value))
+    """Parse a run folder or model: a path, a run name (`find_run`), an address, or a result with a `location`."""
+    text = str(getattr(value, "location", value))
     return checked_address(text) if is_remote(text) else find_run(parse_path(text))
 
 

@@ -185,7 +185,7 @@ def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
     totals = card(tmp_path / "out")["totals"]
     assert (totals["documents"], totals["too_short"]) == (32, 0)
     shown = (tmp_path / "out" / "card.md").read_text()
-    assert "| quiz | 4 | 1 | 2 | 66.67 % |\n| answers | 2 | 2 | 0 | none searched for |" in shown
+    assert "| quiz | 4 | 1 | 2 | 66.67 % |\n| answers | 2 | 2 | 0 | none searched |" in shown
     for text in (line, shown):
         assert "Evaluation set quiz: 3 of its 4 texts can be searched for; 1 have fewer than 8 words." in text
         assert "Evaluation set answers: none of its 2 texts can be searched for; 2 have fewer" in text

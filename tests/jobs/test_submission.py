@@ -366,7 +366,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path) -> None:
         (["--workers", "1" * 5000], [], 2, "expected an integer >= 1 or a range"),
         (["--dir", "s3://b/f"], [], 2, "is a remote address"),
         ([], ["--workers", "2"], 2, "such as --workers, go before it"),
-        ([], ["--resume"], 2, "a job resumes without --resume"),
+        ([], ["--resume"], 2, "Jobs always resume"),
         ([], ["--set", "phasess=1"], 2, "did you mean phases"),
         ([], ["finetune", "{config}", "--from", "s3://b"], 2, "does not name a file or folder"),
         ([], ["pretrain", "nowhere.yaml"], 2, "nowhere.yaml"),

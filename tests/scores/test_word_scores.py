@@ -57,7 +57,7 @@ def test_the_same_words_in_the_same_passages_are_scored() -> None:
 
 def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
-    with pytest.raises(NoScoreError, match="contain no word to score"):
+    with pytest.raises(NoScoreError, match="contains no word to score"):
         sample_words([text], PassageSettings(), lambda word: True)
 
 

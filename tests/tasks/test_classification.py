@@ -480,7 +480,7 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("1", "2"), sayings("1.0"), {}, "'1.0' is not in the training set or `labels`; known: 1, 2"),
         (sayings("a", "b"), [], {}, "dev.jsonl: empty file"),
         (sayings("a", "b"), "text,label\n", {}, "dev.csv: no examples"),
-        (sayings(1, 2), sayings(2, 2.0), REGRESSION, "dev.jsonl: all dev examples have the value 2.0, so nhat no"),
+        (sayings(1, 2), sayings(2, 2.0), REGRESSION, "dev.jsonl: all dev examples have the value 2.0, so no"),
         (sayings("a", "a"), None, {}, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "a"), None, AB, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "b", "d"), None, AB, "train.jsonl:3: label 'd' is not in"),

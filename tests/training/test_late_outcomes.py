@@ -42,7 +42,7 @@ def read_late(starts: list[Start]) -> list[tuple[str, int]]:
         return launch(self, number, *others)
 
     def read_step(self: Any, launched: Any) -> Any:
-        unread.discard(launched.number)
+        unread.discard(launched.index)
         return read(self, launched)
 
     loop.reads_late = lambda _: True  # type: ignore[assignment]

@@ -276,7 +276,7 @@ def test_the_parts_of_the_workers_fit_together(shared: bool, entries: int, monke
         cut = []
         for piece in whole:
             first, last = (piece.numel * worker // 3 for worker in (rank, rank + 1))
-            cut.append(piece._replace(first=first, numel=last - first))
+            cut.append(piece._replace(matrix_start=first, numel=last - first))
         held.append(whole if shared else cut)
     plans = [plan_rounds(held, shapes, rank, shared) for rank in range(3)]
     assert len({len(plan) for plan in plans}) == 1

@@ -24,7 +24,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `adapt` to the subcommands of a parser."""
-    purpose = "continue pretraining on your text; show gains and forgetting"
+    purpose = "continue pretraining on your text; show gains and losses"
     parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "texts",
