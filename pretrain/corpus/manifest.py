@@ -201,7 +201,7 @@ def match_sources(
                 )
             corpus_indices[index] = len(names)
             names.append(name)
-    return [corpus_indices[index] for index in range(len(sources))]
+    return [corpus_indices[index] for index in sorted(corpus_indices)]
 
 
 def _match_to_manifest(
@@ -216,7 +216,7 @@ def _match_to_manifest(
     names = [source_name(source) for source in sources]
 
     def match(is_match: Callable[[int, int], bool], *, copied: bool = False) -> None:
-        for index in [index for index in range(len(sources)) if index not in matched]:
+        for index in sorted(requested.keys() - matched):
             unmatched = (n for n in range(len(entries)) if n not in matched.values() and n in old)
             corpus_index = next((n for n in unmatched if is_match(index, n)), None)
             if corpus_index is not None:
