@@ -22,7 +22,7 @@ def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     `folder` is a run folder, its folder `model`, an export, or the result of `train`; `options` are passed on to
     `finetune.artifacts.predictor.Predictor`.
     """
-    check_not_hidden()
+    check_not_shadowed()
     from finetune.artifacts.predictor import Predictor
 
     return Predictor(folder if isinstance(folder, Path | str) else folder.folder, **options)
@@ -35,14 +35,14 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_not_hidden()
+    check_not_shadowed()
     from finetune.training.api import train
 
     return train
 
 
-def check_not_hidden() -> None:
-    """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides a package of bertrain."""
+def check_not_shadowed() -> None:
+    """Raise `ImportError` if a user's module, such as a cluster.py next to the script, shadows one of our packages."""
     for name, subfolder in {"pretrain": "common", "cluster": "workers"}.items():
         if (spec := PathFinder.find_spec(name)) is not None:
             paths = list(spec.submodule_search_locations or ())

@@ -16,7 +16,7 @@ from typing import Any
 import finetune
 
 try:
-    finetune.check_not_hidden()
+    finetune.check_not_shadowed()
 except ImportError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
@@ -29,14 +29,14 @@ from finetune.experiments import command as experiments
 from finetune.scores import options as scores
 from finetune.workflows.adaptation import command as adaptation
 from finetune.workflows.demo import command as demo
-from pretrain.common.commands import EXIT_CODES, Parser, add_command, exit_code, program, run_command
+from pretrain.common.commands import EXIT_CODES, Parser, add_command, program, run_command, run_for_exit_code
 from pretrain.common.errors import InputError
 from pretrain.common.examples import listing, text_of
 from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
-MEASURES = "pretrain.run.machine"  # the module whose measurements `doctor` runs on every node
+MEASUREMENT_MODULE = "pretrain.run.machine"  # `doctor` runs its measurements on every node
 # {heading: commands} in the order of --help and docs/reference.
 GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
@@ -48,11 +48,11 @@ GROUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)), ends_process=argv is None)
+    return run_for_exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)), ends_process=argv is None)
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, on the cluster
+    if arguments == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # on the cluster, started by `submit`
         from cluster.jobs import entrypoint
 
         entrypoint.run(job_functions)
@@ -73,9 +73,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def build_parsers(
-    parser_type: type[Parser] = Parser, list_help: str | None = argparse.SUPPRESS
+    parser_type: type[Parser] = Parser, commands_help: str | None = argparse.SUPPRESS
 ) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser, and the parsers of the commands by name; `list_help` is argparse's help for all commands."""
+    """Return the parser and {command: its parser}; `commands_help` is argparse's `help` of the list of commands."""
     parser = parser_type(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
@@ -84,13 +84,13 @@ def build_parsers(
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=list_help)
+    commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=commands_help)
     for component in (demo, run, adaptation, artifacts, experiments, scores):
         component.add_to(commands)
-    reporting.add_to(commands, find_job)
+    reporting.add_to(commands, find_job_folder)
     jobs.add_to(commands, job_functions)
     manifests.add_to(commands, _config_type)
-    doctor.add_to(commands, MEASURES)
+    doctor.add_to(commands, MEASUREMENT_MODULE)
     _add_configs(commands)
     _add_completion(commands)
     parser.description = overview(commands.choices)
@@ -135,15 +135,15 @@ def _add_completion(commands: Any) -> None:
   ./launch.sh completion zsh >> ~/.zshrc
   source <(./launch.sh completion bash)     # for this shell only; the same for zsh
 
-The script completes bertrain and ./launch.sh, with names of files, runs and example configs.""",
+The script completes the arguments of bertrain and ./launch.sh, including files, runs and example configs.""",
     )
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    from finetune.completion import MarkedParser, script
+    from finetune.completion import CompletionParser, script
 
-    print(script(build_parsers(MarkedParser, list_help=None)[0], arguments.shell))
+    print(script(build_parsers(CompletionParser, commands_help=None)[0], arguments.shell))
 
 
 # ---------------------------------------------------------------- functions that connect components
@@ -163,8 +163,8 @@ def _config_type(path: Path) -> type[Any]:
     return config_type(path)
 
 
-def find_job(*arguments: Any, **options: Any) -> Path | None:
-    """Return the run folder of a job on a cluster, as `cluster.jobs.client.run_folder` does."""
+def find_job_folder(*arguments: Any, **options: Any) -> Path | None:
+    """Call `cluster.jobs.client.run_folder`, which returns the run folder of a job on a cluster."""
     from cluster.jobs.client import run_folder
 
     return run_folder(*arguments, **options)

@@ -23,8 +23,8 @@ _COMPLETERS = {
 _CONFIG_KINDS = {"prepare": "pretrain", "pretrain": "pretrain", "finetune": "finetune", "sweep": "finetune"}
 
 
-class MarkedParser(Parser):
-    """A parser that sets the attribute `complete` of arguments, in which shtab looks for their shell functions."""
+class CompletionParser(Parser):
+    """A parser whose arguments have the attribute `complete`, which tells shtab their shell completion function."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.packages import check_not_hidden
+from pretrain.common.packages import check_not_shadowed
 
 if TYPE_CHECKING:
     from pretrain.run.api import export, prepare, train
@@ -23,7 +23,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_not_hidden("cluster")
+    check_not_shadowed("cluster")
     from pretrain.run import api
 
     return getattr(api, name)

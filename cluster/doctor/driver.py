@@ -16,7 +16,7 @@ from cluster.doctor.rows import FAIL, Finding
 from cluster.workers.driver import choose_token, join_ray
 from cluster.workers.launch import environment
 from cluster.workers.outcomes import one_line
-from pretrain.common.commands import exit_code
+from pretrain.common.commands import run_for_exit_code
 
 PREFIX = "doctor: "  # start of the line with the findings as JSON
 
@@ -30,7 +30,7 @@ _REDUCE_SECONDS = 80.0  # time limit of the all-reduce
 def main() -> int:
     """Check the cluster that this job runs on; returns 0 unless the checks themselves fail."""
     job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
-    return exit_code(lambda: _check(job["measures"], Path(job["folder"])))
+    return run_for_exit_code(lambda: _check(job["measures"], Path(job["folder"])))
 
 
 def _check(measures: str, folder: Path) -> None:

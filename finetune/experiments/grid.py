@@ -1,4 +1,4 @@
-"""Grids of settings: the axes of a sweep, and their points."""
+"""Grids of settings for a sweep: axes (setting and values) and points (combinations)."""
 
 import itertools
 import re
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfig
 from pretrain.common.errors import InputError
 
-_NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # they differ in every run or in none
+_NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # set by the sweep, or common to all runs
 # Settings of a task that define its scores: runs that differ in them cannot be compared.
-_SCORING = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
+_SCORE_KEYS = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
 """{dotted name of a setting: its values as YAML}"""
@@ -24,18 +24,18 @@ class GridPoint:
 
     @property
     def label(self) -> str:
-        """The settings for a table, such as "learning_rate 1e-05, epochs 3"."""
+        """The settings as text, such as "learning_rate 1e-05, epochs 3"."""
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
 
     @property
     def folder(self) -> str:
         """Name of the point's folder, the same in every sweep over these settings."""
         parts = (f"{name.rpartition('.')[2]}-{value}" for name, value in self.settings.items())
-        return _slug("-".join(parts), keep=".")
+        return _slug("-".join(parts), allowed=".")
 
     @property
     def name(self) -> str:
-        """The values without their settings, for names of runs."""
+        """The values without the names of their settings, as a part of run names."""
         return _slug("-".join(self.settings.values()))
 
     @property
@@ -45,7 +45,7 @@ class GridPoint:
 
 
 def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the published grid `name` (empty for none), replaced or extended by `axes` such as "key=value,value"."""
+    """Return the published grid `name` (if not empty), with `axes` such as "key=value,value" added or replaced."""
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
     for axis in axes:
         key, equals, joined = axis.partition("=")
@@ -55,12 +55,12 @@ def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
                 f"--grid-set {axis}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
         if key.strip().partition(".")[0] in _NOT_AXES:
-            advice = f"Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else "Use --set, for all runs."
+            advice = f"Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else "Set it with --set."
             raise InputError(f"--grid-set {axis}: cannot be an axis of a grid. {advice}")
-        section, _, setting = key.strip().partition(".")
-        if section in TASKS and (not setting or setting.partition(".")[0] in _SCORING):
+        task, _, setting = key.strip().partition(".")
+        if task in TASKS and (not setting or setting.partition(".")[0] in _SCORE_KEYS):
             raise InputError(
-                f"--grid-set {axis}: defines the scores, so runs could not be compared. Use --set, for all runs."
+                f"--grid-set {axis}: defines the scores, so runs could not be compared. Set it for all runs with --set."
             )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
@@ -69,11 +69,11 @@ def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
 def auto_grid(training: TrainingConfig) -> dict[str, list[str]]:
     """Return a grid of learning rates and epochs around the values of a complete config (`FinetuneConfig.filled`)."""
 
-    def around(value: float, low: float, high: float) -> list[str]:
-        return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
+    def values_around(value: float, low_factor: float, high_factor: float) -> list[str]:
+        return [f"{value * low_factor:.2g}", f"{value:g}", f"{value * high_factor:.2g}"]
 
-    rates = {"training.learning_rate": around(training.learning_rate, 0.5, 2)}
-    return rates if training.steps else {**rates, "training.epochs": around(training.epochs, 2 / 3, 4 / 3)}
+    rates = {"training.learning_rate": values_around(training.learning_rate, 0.5, 2)}
+    return rates if training.steps else {**rates, "training.epochs": values_around(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
@@ -90,5 +90,5 @@ def expand(grid: Grid) -> list[GridPoint]:
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 
-def _slug(text: str, keep: str = "") -> str:
-    return re.sub(rf"[^a-z0-9{re.escape(keep)}]+", "-", text.lower()).strip("-.")
+def _slug(text: str, allowed: str = "") -> str:
+    return re.sub(rf"[^a-z0-9{re.escape(allowed)}]+", "-", text.lower()).strip("-.")

@@ -343,7 +343,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     released = read_released(fetched_model(folder))
     tokenizer = start_tokenizer(fetched_model(folder), released)
     shards = open_corpus(config.corpus, "train", tokens=False)
-    check_same_tokenizer(shards.folder, tokenizer, of=setting)
+    check_same_tokenizer(shards.folder, tokenizer, setting=setting)
     model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
     if entries > released.vocabulary_size:
         raise InputError(

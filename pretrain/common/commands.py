@@ -47,7 +47,7 @@ def program() -> str:
     return os.environ.get("BERTRAIN_PROGRAM") or default
 
 
-def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> int:
+def run_for_exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> int:
     """Call `run` and return its exit code, 0 for None. `ends_process`: the caller exits with this code.
 
     A `RunError` is printed as `error: ...` and determines the exit code. A bug keeps its traceback. If the reader of
@@ -57,7 +57,7 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
     process that is stopped while it compiles.
     """
     try:
-        code = _exit_code(run)
+        code = _run_for_exit_code(run)
     except Exception:
         if not _has_nccl_group():
             raise
@@ -77,7 +77,7 @@ def _has_nccl_group() -> bool:
     return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
 
-def _exit_code(run: Callable[[], int | None]) -> int:
+def _run_for_exit_code(run: Callable[[], int | None]) -> int:
     previous = signal.getsignal(signal.SIGTERM)
     handles_sigterm = previous == signal.SIG_DFL and threading.current_thread() is threading.main_thread()
     try:

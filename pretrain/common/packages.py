@@ -60,8 +60,8 @@ def convert_import_errors(purpose: str) -> Iterator[None]:
         raise
 
 
-def check_not_hidden(*names: str, path: Sequence[str] | None = None) -> None:
-    """Raise `InputError` if a user's module on `path` (None: sys.path) hides one of our packages."""
+def check_not_shadowed(*names: str, path: Sequence[str] | None = None) -> None:
+    """Raise `InputError` if a user's module on `path` (None: sys.path) shadows one of our packages."""
     for name in names:
         if (spec := PathFinder.find_spec(name, path)) is not None:
             folders = list(spec.submodule_search_locations or ())

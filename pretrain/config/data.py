@@ -13,7 +13,7 @@ from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
 from pretrain.config.model import MAX_ROWS
 
-# Packages in which every module is a value of `SourceConfig.kind` or of `MaskingConfig.scheme`.
+# Packages whose modules are the built-in values of `SourceConfig.kind` or of `MaskingConfig.scheme`.
 SOURCES = "pretrain.corpus.sources"
 MASKING_SCHEMES = "pretrain.batches.masking"
 
@@ -28,26 +28,26 @@ class SourceConfig(Section):
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(
         default="",
-        description="File, folder or glob, relative to the working directory, or an address such as "
-        "s3://bucket/wiki/*.jsonl.gz, whose files are fetched. "
-        "Required for every kind but huggingface and docstrings.",
+        description="File, folder or glob, relative to the working directory, or the address of files in an object "
+        "store, such as s3://bucket/wiki/*.jsonl.gz, which are fetched. Required for every kind but huggingface and "
+        "docstrings.",
     )
     dataset: LocalPath = Field(
         default="",
-        description="Only for huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
+        description="Required for huggingface, unused otherwise: name of a Hub dataset or a folder of save_to_disk.",
     )
     subset: str = Field(
         default="", description="Only for huggingface: name of the dataset's configuration, such as 20231101.en."
     )
     split: str = Field(default="train", description="Only for huggingface: split to read.")
-    revision: str = Field(default="", description="Only for huggingface: commit of the dataset; required on the Hub.")
+    revision: str = Field(default="", description="Only for huggingface: commit, required for a Hub dataset.")
     text_column: str = Field(
         default="text", description="Only for jsonl, parquet, csv and huggingface: column with the text."
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description="Only for csv: standard (RFC 4180), none (quotes are ordinary) or auto: standard for .csv, "
-        "none for .tsv, where no cell may then start with a quote.",
+        description="Only for csv: standard (RFC 4180), none (quotes are ordinary characters), or auto (standard for "
+        ".csv; none for .tsv, but a cell that starts with a quote is an error).",
     )
     weight: float = Field(
         default=1.0,
@@ -57,7 +57,7 @@ class SourceConfig(Section):
     held_out: bool = Field(
         default=False,
         description="Hold out all documents of this source for validation. The vocabulary is trained without them. "
-        "Usually corpus.validation_fraction is then 0.",
+        "Usually set corpus.validation_fraction to 0 as well.",
     )
     license: str = Field(default="unknown", description="License of the text, shown on the corpus card.")
 
@@ -82,11 +82,11 @@ class VocabularyConfig(Section):
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
         "can encode any text and normalizes nothing. released is any other tokenizer.json, such as XLM-R's, "
-        "DeBERTa-v3's or mmBERT's; path names it.",
+        "DeBERTa-v3's or mmBERT's, which path must name.",
     )
     path: LocalPath = Field(
         default="",
-        description="Existing vocab.txt or tokenizer.json to use; for byte_bpe, a tokenizer.json of `prepare` or of a "
+        description="Existing vocab.txt or tokenizer.json to use; for byte_bpe, a tokenizer.json from `prepare` or a "
         "released model such as RoBERTa, ModernBERT or EuroBERT. "
         "Empty trains a new vocabulary.",
     )
@@ -94,8 +94,8 @@ class VocabularyConfig(Section):
         default=30522,
         ge=64,
         le=MAX_ROWS,
-        description="Size of a new vocabulary in tokens, special tokens included. The default of byte_bpe is 32768: a "
-        "multiple of 64 makes the last matrix multiplication faster on GPUs.",
+        description="Number of tokens in a new vocabulary, including special tokens. The default of byte_bpe is "
+        "32768: a multiple of 64 makes the output layer faster on GPUs.",
     )
     lowercase: bool = Field(
         default=True,
@@ -104,15 +104,15 @@ class VocabularyConfig(Section):
     )
     strip_accents: bool | None = Field(
         default=None,
-        description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty follows lowercase. "
-        "false with lowercase: true keeps them. Only for wordpiece; BertTokenizer has the same setting.",
+        description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty means the "
+        "value of lowercase. Only for wordpiece; BertTokenizer has the same setting.",
     )
-    min_frequency: int = Field(default=2, ge=1, description="Minimum occurrences of a pair of tokens to merge.")
+    min_frequency: int = Field(default=2, ge=1, description="Minimum number of occurrences of a merged token pair.")
     added_words: int = Field(
         default=0,
         ge=0,
         description="Only with start_from: maximum number of words of the text to add to the checkpoint's vocabulary. "
-        "Words that save the most tokens come first.",
+        "The words that save the most tokens are chosen.",
     )
 
     @model_validator(mode="before")
@@ -134,7 +134,7 @@ class VocabularyConfig(Section):
 
 
 class CorpusConfig(Section):
-    """The text to prepare and the folder of the prepared corpus."""
+    """The text to prepare, and how and where to prepare it."""
 
     dir: Location = Field(
         description="Folder of the token shards, tokenizer, manifest and card, or an address such as "
@@ -142,9 +142,8 @@ class CorpusConfig(Section):
     )
     cache: ByteSize = Field(
         default=ByteSize(0),
-        description="Only with dir at an address: disk space of each machine for the training text, such as 50GB. "
-        "Training then starts immediately and fetches text ahead of reading. 0 first copies the whole corpus to each "
-        "machine.",
+        description="Only if dir is an address: disk space on each machine to cache training text, such as 50GB. "
+        "Training then starts immediately and prefetches text. 0 copies the whole corpus to each machine first.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Text to prepare. May be empty if dir already has a prepared corpus."
@@ -158,19 +157,17 @@ class CorpusConfig(Section):
     min_document_words: int = Field(
         default=20,
         ge=0,
-        description="Minimum words of a document; shorter ones are dropped and counted. Spaces separate words. In "
-        "scripts without spaces, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese, Tibetan "
-        "and the like, count as a word.",
+        description="Minimum number of words in a document; shorter ones are dropped and counted. Spaces separate "
+        "words. In scripts without spaces, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, "
+        "Burmese, Tibetan and the like, count as a word.",
     )
-    filters: FiltersConfig = Field(
-        default=FiltersConfig(), description="Optional steps that drop documents, all off by default."
-    )
+    filters: FiltersConfig = Field(default=FiltersConfig(), description="Filters of documents, all off by default.")
     validation_fraction: float = Field(
-        default=0.005, ge=0, lt=1, description="Share of the documents held out for validation, chosen by hash."
+        default=0.005, ge=0, lt=1, description="Share of the documents to hold out for validation, chosen by hash."
     )
     shard_tokens: int = Field(default=100_000_000, ge=1000, description="Tokens per shard file.")
     language: str = Field(
-        default="en", description="ISO 639-1 code of the text. Sentence splitting uses its list of abbreviations."
+        default="en", description="ISO 639-1 code of the language. Sentence splitting uses its list of abbreviations."
     )
     processes: int = Field(
         default=0,
@@ -182,12 +179,13 @@ class CorpusConfig(Section):
     @model_validator(mode="after")
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
-            raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
-        read = [n for n, one in enumerate(self.sources) if one.path and local_path(one.path) == self.folder]
-        if read:
-            raise ValueError(
-                f"dir: {self.dir} is the folder that sources.{read[0]} reads. Choose another one, which may be in it"
-            )
+            raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove cache")
+        for index, source in enumerate(self.sources):
+            if source.path and local_path(source.path) == self.folder:
+                raise ValueError(
+                    f"dir: {self.dir} is the folder that sources.{index} reads. Choose another "
+                    "folder, such as a subfolder"
+                )
         return self
 
     @property
@@ -203,26 +201,25 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Evaluations always use it, not the phases' values.",
+        description="Share of each sequence's tokens to predict. Phases may override it, but not for evaluations.",
     )
     mask_share: float = Field(
         default=0.8,
         ge=0,
         le=1,
-        description="Share of the predicted tokens replaced by [MASK]. 1 with random_share: 0 replaces all, as in "
-        "NeoBERT.",
+        description="Share of the predicted tokens that are replaced by [MASK]. NeoBERT uses 1, with random_share 0.",
     )
     random_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Share of the predicted tokens replaced by a random token; the others stay unchanged. "
+        description="Share of the predicted tokens that are replaced by a random token; the others stay unchanged. "
         "The sum of mask_share and random_share is at most 1.",
     )
     scheme: str = Field(
         default="tokens",
-        description="How tokens are chosen: tokens, one by one; whole_words, all tokens of a word together; or a "
-        "custom module such as my_package.window.",
+        description="How the tokens to predict are chosen: tokens (one by one), whole_words (all tokens of a word), or "
+        "a custom module such as my_package.window.",
     )
 
     @field_validator("scheme")
@@ -255,10 +252,9 @@ class PairsConfig(Section):
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
-        description="Content of a sequence, by RoBERTa's names: segment_pairs, two segments, for nsp and sop; "
-        "doc_sentences, neighboring sentences of one document; full_sentences, the same, but filled up with sentences "
-        "of the next documents, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
-        "doc_sentences.",
+        description="Content of a sequence, named as in RoBERTa. segment_pairs: two segments, for nsp and sop. "
+        "doc_sentences: consecutive sentences of one document. full_sentences: the same, filled up with sentences of "
+        "the next documents after a [SEP]. Empty means segment_pairs for nsp and sop, else doc_sentences.",
     )
     short_share: float = Field(
         default=0.1, ge=0, le=1, description="Share of the sequences that get a random length below the maximum."
@@ -266,7 +262,7 @@ class PairsConfig(Section):
 
     @property
     def has_classifier(self) -> bool:
-        """Return whether sequences are pairs of segments, which the model has a head to classify."""
+        """Return whether sequences are segment pairs and the model has a classification head for them."""
         return self.objective != "none"
 
     @property
@@ -277,9 +273,9 @@ class PairsConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> PairsConfig:
         if self.has_classifier != (self.chosen_format == "segment_pairs"):
-            fits = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
+            allowed = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
             raise ValueError(
-                f"input_format: {self.input_format} does not fit the objective {self.objective}; use {fits}, or "
+                f"input_format: {self.input_format} does not fit the objective {self.objective}; use {allowed}, or "
                 f"set objective to {'none' if self.has_classifier else 'nsp or sop'}"
             )
         return self

@@ -38,10 +38,10 @@ class EngineConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
         description="Floating-point type of the computation. auto uses bf16 on Ampere GPUs and newer, fp16 on Volta "
-        "and Turing, fp32 on older GPUs. On CPUs auto measures matrix products and uses the faster of bf16 and fp32.",
+        "and Turing, fp32 on older GPUs. On CPUs auto times matrix products and uses the faster of bf16 and fp32.",
     )
     micro_batch_tokens: int = Field(
-        default=8192, ge=8, description="Maximum tokens per forward pass and worker. Lower it to save memory."
+        default=8192, ge=8, description="Maximum tokens in a forward pass of one worker. Lower it to save memory."
     )
     gradient_clip_norm: float = Field(
         default=1.0,
@@ -53,26 +53,26 @@ class EngineConfig(Section):
     )
     compile: Literal["auto", True, False] = Field(
         default="auto",
-        description="Compile the layers with torch.compile. auto compiles, except for a fine-tuning run on a CPU "
-        "that is so short that it finishes sooner without.",
+        description="Compile the layers with torch.compile. auto compiles, except in fine-tuning on a CPU if "
+        "compiling would take longer than it saves.",
     )
     cuda_graphs: Literal["auto", True, False] = Field(
         default="auto",
-        description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. For small "
-        "models and batches on GPUs, whose kernels take longer to launch than to run. auto records them in pretraining "
-        "if nothing prevents it and --dry-run --on predicts a shorter step with them. Needs bf16, zero_stage 1, "
-        "flash attention, and masked language modeling of one model. To keep the number of shapes small, about 2 % of "
-        "the tokens and 4 % of the masked ones are then filler, which the loss ignores. No effect on a CPU.",
+        description="Capture forward and backward passes as CUDA graphs, one for each micro-batch shape. Speeds up "
+        "small models and batches on GPUs, whose kernels take longer to launch than to run. auto captures them in "
+        "pretraining if nothing prevents it and a step is predicted to be shorter, as by --dry-run --on. Needs bf16, "
+        "zero_stage 1, flash attention, and masked language modeling as the objective. To limit the number of shapes, "
+        "about 2 % of the tokens and 4 % of the masked ones are padding that the loss ignores. No effect on a CPU.",
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
-        "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
+        description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2, gradients are "
+        "summed in bertrain's buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
 
     @property
     def graph_obstacle(self) -> str:
-        """Return the setting that prevents recording passes as CUDA graphs; "" if there is none."""
+        """Return the setting that prevents capturing passes as CUDA graphs; "" if there is none."""
         obstacles = {
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
@@ -104,49 +104,49 @@ class EngineConfig(Section):
     @field_validator("deepspeed")
     @classmethod
     def _check_deepspeed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        for key, ours in _DETERMINED_BY.items():
-            section: Any = values
+        for key, our_setting in _DETERMINED_BY.items():
+            value: Any = values
             for part in key.split("."):
-                section = section.get(part) if isinstance(section, dict) else None
-            if section is not None:
-                raise ValueError(f"{key} is set by {ours}; remove it here")
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                raise ValueError(f"{key} is set by {our_setting}; remove it here")
         return values
 
 
 class CheckpointConfig(Section):
     """Checkpoints of a run, written while training continues.
 
-    Their copy in CPU memory takes 12 bytes per parameter, 16 while weights are averaged, divided among all workers.
+    Each is first copied to CPU memory: 12 bytes per parameter (16 if weights are averaged), divided among the workers.
     """
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
     every_minutes: float = Field(
         default=0.0,
         ge=0,
-        description="Minutes after which a checkpoint is also saved, regardless of steps. 0 disables it.",
+        description="Minutes between additional checkpoints, whatever the number of steps. 0 disables them.",
     )
     keep_last: int = Field(
         default=2,
         ge=1,
-        description="Number of latest checkpoints to keep. The one with the lowest validation loss is kept, too.",
+        description="Number of latest checkpoints to keep. The one with the lowest validation loss is also kept.",
     )
     keep_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="Steps after which a checkpoint is saved and kept, such as steps to fork from."
+        default=(), description="Steps after which a checkpoint is saved and always kept, for example to fork from it."
     )
     keep_every_tokens: int = Field(
-        default=0, ge=0, description="Keep the first checkpoint after each multiple of this token count. 0: none."
+        default=0, ge=0, description="Keep the first checkpoint after each multiple of this token count. 0 disables it."
     )
 
 
 class SpikeConfig(Section):
     """Loss spikes: the run rolls back to its last checkpoint and skips the data that caused the spike.
 
-    After three rollbacks without a checkpoint past the failed step, the run stops as diverged (exit code 4).
+    If three rollbacks in a row lead to no checkpoint past the failed step, the run stops as diverged (exit code 4).
     """
 
     spike_sigmas: float = Field(
         default=10.0,
         ge=0,
-        description="A loss is a spike if it exceeds the median of the last 64 steps by this many standard deviations. "
-        "It must also exceed the median by 20 %. 0 disables the detection.",
+        description="A loss is a spike if it exceeds the median of the last 64 losses by this many standard deviations "
+        "and by 20 %. 0 disables the detection.",
     )

@@ -15,10 +15,10 @@ from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.inputs import first_faults
 from pretrain.corpus.manifest import (
     check_same_tokenizer,
-    fingerprint_settings,
+    find_new_sources,
     match_sources,
-    refuse_changed_settings,
     refuse_other_content,
+    settings_affecting_tokens,
     source_name,
 )
 from pretrain.corpus.released import keeps_lines
@@ -93,7 +93,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     are_local = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
     if manifest and listed:
         inputs = listed if are_local else [[] for _ in listed]
-        settings = fingerprint_settings(corpus, inputs, tokenizer or configured_tokenizer(corpus))
+        settings = settings_affecting_tokens(corpus, inputs, tokenizer or configured_tokenizer(corpus))
         if are_local:
             same_tokenizer = None if corpus.vocabulary.added_words else tokenizer
             if same_tokenizer is not None:
@@ -102,7 +102,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             numbers = match_sources(folder, manifest, *compared, vocabulary=same_tokenizer is None)
             new = [index for index, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
-            new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
+            new = find_new_sources(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
         state = f"grows by {' and '.join(source_name(corpus.sources[index]) for index in new)}" if new else state
     rows = [
         {

@@ -19,7 +19,7 @@ from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
 from pretrain.corpus.growth import ExistingCorpus, merged_filters, merged_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
-from pretrain.corpus.manifest import content_digest, make_manifest, source_facts, source_name, with_card
+from pretrain.corpus.manifest import add_card, changeable_source_fields, content_digest, make_manifest, source_name
 from pretrain.corpus.released import kind_of
 from pretrain.corpus.samples import compare, read_tokens
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
@@ -89,7 +89,7 @@ class PreparedCorpus:
             manifest["grown"] = 1 + existing.manifest.get("grown", 0)
             existing.detach_card()
         self._write_card(manifest, self._readings(manifest, count_readings))
-        put_manifest(folder, with_card(folder, manifest))
+        put_manifest(folder, add_card(folder, manifest))
 
     def _check_samples(self, tokenizer: Tokenizer) -> None:
         """Raise `InputError` if the tokenizer encodes sampled documents to other tokens than the shards have."""
@@ -151,7 +151,7 @@ class PreparedCorpus:
             held_out_copies = statistics[index].pop("lost_to_held_out")  # training documents that equal held-out text
             entries.append(
                 {
-                    **source_facts(source),
+                    **changeable_source_fields(source),
                     "revision": source.revision,
                     "content": content_digest(hashes),
                     "input_bytes": sum(item.bytes for item in self.inputs[index]),

@@ -1,4 +1,4 @@
-"""The manifest of a prepared corpus: its settings, sources, shards and files, and the fingerprint of its samples."""
+"""Manifests of prepared corpora: settings, sources, shards, files, and a fingerprint of all that affects samples."""
 
 import contextlib
 import hashlib
@@ -22,9 +22,9 @@ from pretrain.corpus.shards import FOLDED, FORMAT, check_version, source_fingerp
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
-VOCABULARY_BYTES = 1 << 30  # maximum bytes of text to train a vocabulary; documents are sampled by hash
-_MODEL_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
-_SOURCE = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
+VOCABULARY_TRAINING_BYTES = 1 << 30  # maximum text to train a vocabulary; documents are sampled by hash
+_MODEL_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # present in folders of models, not of corpora
+_SOURCE_SETTING = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
 
 
 def make_manifest(
@@ -39,13 +39,13 @@ def make_manifest(
     further_files: Sequence[str],
     old_files: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Make the manifest of the files in `folder`, without the card.
+    """Make the manifest of the corpus in `folder`, still without entries for its card.
 
-    `hashes` has {name: SHA-256} of the shards' files, `further_files` the names of other files. If sources were added
-    to a corpus, `old_files` has the entries of its files, which are not read again.
+    `hashes` is {name: SHA-256} of the shards' files, `further_files` the names of other files. If sources are added to
+    a corpus, `old_files` has the manifest entries of the files it already had, which are not read again.
     """
     old_files = {name: entry for name, entry in old_files.items() if name not in CARD_FILES}
-    written = [name for name in [*hashes, *TOKENIZER_FILES, *further_files] if name not in old_files]
+    new_names = [name for name in [*hashes, *TOKENIZER_FILES, *further_files] if name not in old_files]
     size = vocabulary_size(tokenizer)
     manifest = {
         "format": FORMAT,
@@ -57,11 +57,11 @@ def make_manifest(
         "sources": sources,
         "shards": shards,
         "settings": settings,
-        "files": {**old_files, **{name: _file_entry(folder / name, hashes.get(name, "")) for name in written}},
+        "files": {**old_files, **{name: _file_entry(folder / name, hashes.get(name, "")) for name in new_names}},
     }
     manifest["fingerprint"] = fingerprint(manifest)
-    for number, source in enumerate(sources):
-        source["fingerprint"] = source_fingerprint(manifest, number)
+    for index, source in enumerate(sources):
+        source["fingerprint"] = source_fingerprint(manifest, index)
     return manifest
 
 
@@ -70,13 +70,13 @@ def _file_entry(path: Path, digest: str = "") -> dict[str, Any]:
 
 
 def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest without the files of the card, which can then be replaced while the corpus is in use."""
+    """Return the manifest without the entries of the card, whose files may then change while the corpus is in use."""
     files = {name: entry for name, entry in manifest["files"].items() if name not in CARD_FILES}
     return {**manifest, "files": files}
 
 
-def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add the files of the card, which are written last, to the manifest."""
+def add_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add entries for the card, whose files are written last, to the manifest."""
     for name in CARD_FILES:
         manifest["files"][name] = _file_entry(folder / name)
     return manifest
@@ -96,15 +96,15 @@ def fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def fingerprint_settings(
+def settings_affecting_tokens(
     corpus: CorpusConfig,
     inputs: list[list[Input]],
     tokenizer: Tokenizer | None,
-    states: Mapping[int, str] | None = None,
+    known_digests: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """Return the settings that affect the tokens, under their full names in the config.
 
-    `tokenizer` is None if one is to be trained; `states` has the digest of the files of each source without inputs.
+    `tokenizer` is None if one will be trained. `known_digests` has the files' digest of each source without `inputs`.
     """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
@@ -122,20 +122,20 @@ def fingerprint_settings(
     else:
         for key in ("size", "min_frequency"):
             settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
-        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_BYTES
+        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_TRAINING_BYTES
     if vocabulary.added_words:
         settings["corpus.vocabulary.added_words"] = vocabulary.added_words
-        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_BYTES
+        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_TRAINING_BYTES
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
-    for number, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        state = (states or {}).get(number) or _files_digest(source_inputs)
-        settings |= prefix_settings(number, _source_settings(source, state))
+    for index, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
+        files_digest = (known_digests or {}).get(index) or _files_digest(source_inputs)
+        settings |= prefix_settings(index, _source_settings(source, files_digest))
     return settings
 
 
-def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
-    """Return the settings of a source that affect its tokens, with `state`, the digest of its files, as path."""
+def _source_settings(source: SourceConfig, files_digest: str) -> dict[str, Any]:
+    """Return the settings of a source that affect its tokens; the digest of its files replaces its path."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_custom(source.kind):
         settings["module"] = module_hashes().get(source.kind)
@@ -143,25 +143,25 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
         settings["held_out"] = True
     if source.quoting != "auto":
         settings["quoting"] = source.quoting
-    return {**settings, "path": state}
+    return {**settings, "path": files_digest}
 
 
-def prefix_settings(number: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the source with index `number` under their full names in the config."""
-    return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
+def prefix_settings(index: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the source with this index under their full names in the config."""
+    return {f"corpus.sources.{index}.{key}": value for key, value in settings.items()}
 
 
 def split_by_source(
     settings: dict[str, Any], *, vocabulary: bool = True
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Split settings into (general settings, {source index: settings}); without the vocabulary's if it is False."""
-    general, of_sources = {}, {}
+    """Split settings into (general ones, {index of a source: its settings}); `vocabulary`: include the vocabulary's."""
+    general, by_source = {}, {}
     for key, value in settings.items():
-        if match := _SOURCE.fullmatch(key):
-            of_sources.setdefault(int(match[1]), {})[match[2]] = value
+        if match := _SOURCE_SETTING.fullmatch(key):
+            by_source.setdefault(int(match[1]), {})[match[2]] = value
         elif vocabulary or not key.startswith("corpus.vocabulary."):
             general[key] = value
-    return general, of_sources
+    return general, by_source
 
 
 def match_sources(
@@ -175,34 +175,33 @@ def match_sources(
 ) -> list[int]:
     """Return the index in the corpus of each source in the config; new sources get the next indices.
 
-    A source is identified by its settings and the digest of its files (names, sizes, times), or else by their content
-    (then the manifest gets the new digest), or else by its name. If `vocabulary` is False, the settings of the
-    vocabulary may differ.
+    A source in the config is the one in the corpus with equal settings and equal files: the same names, sizes and times
+    or, failing that, the same content (as of copied files, whose new digest is then put into the manifest). Failing
+    that, it is the one with the same name. If `vocabulary` is False, the settings of the vocabulary may differ.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
     general, by_source = split_by_source(requested, vocabulary=vocabulary)
     old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
-    numbers = _match_to_manifest(manifest, sources, inputs, by_source, old_by_source)
-    for index, number in numbers.items():
-        old_general |= prefix_settings(index, old_by_source[number])
+    corpus_indices = _match_to_manifest(manifest, sources, inputs, by_source, old_by_source)
+    for index, corpus_index in corpus_indices.items():
+        old_general |= prefix_settings(index, old_by_source[corpus_index])
     for index, settings in by_source.items():
-        if index in numbers:
+        if index in corpus_indices:
             general |= prefix_settings(index, settings)
     refuse_changes(folder, old_general, general)
-    names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
+    names = [entry["name"] for entry in manifest["sources"]]
     for index, source in enumerate(sources):
-        if index not in numbers:
+        if index not in corpus_indices:
             name = source_name(source)
             if name in names:
                 raise InputError(
-                    f"corpus.sources.{index}: {folder} has another source with the name {name}. Give it another "
-                    "name (name: ...) to add it."
+                    f"corpus.sources.{index}: the corpus in {folder} already has a source named {name}. To add this "
+                    "one, give it a different name (name: ...)."
                 )
+            corpus_indices[index] = len(names)
             names.append(name)
-            numbers[index] = count
-            count += 1
-    return [numbers[index] for index in range(len(sources))]
+    return [corpus_indices[index] for index in sorted(corpus_indices)]
 
 
 def _match_to_manifest(
@@ -212,38 +211,37 @@ def _match_to_manifest(
     requested: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """Return {index in the config: index in the manifest} of sources; if files were copied, `old` gets their digest."""
+    """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`."""
     entries, matched = manifest["sources"], {}
     names = [source_name(source) for source in sources]
 
-    def match(fits: Callable[[int, int], bool]) -> None:
-        for index in range(len(sources)):
-            free = (n for n in range(len(entries)) if n not in matched.values() and n in old)
-            number = None if index in matched else next((n for n in free if fits(index, n)), None)
-            if number is not None:
-                matched[index] = number
+    def match(is_match: Callable[[int, int], bool], *, copied: bool = False) -> None:
+        for index in sorted(requested.keys() - matched):
+            unmatched = (n for n in range(len(entries)) if n not in matched.values() and n in old)
+            corpus_index = next((n for n in unmatched if is_match(index, n)), None)
+            if corpus_index is not None:
+                matched[index] = corpus_index
+                if copied and "path" in old[corpus_index]:
+                    old[corpus_index]["path"] = requested[index]["path"]
+                    manifest["settings"] |= prefix_settings(corpus_index, {"path": requested[index]["path"]})
 
-    def has_same_name(index: int, number: int) -> bool:
-        return names[index] == entries[number]["name"]
+    def has_same_name(index: int, corpus_index: int) -> bool:
+        return names[index] == entries[corpus_index]["name"]
 
-    def is_copy(index: int, number: int) -> bool:
-        digest = {"path": requested[index]["path"]}
-        is_same = {**old[number], **digest} == requested[index] and _has_content(inputs[index], entries[number])
-        if is_same and "path" in old[number]:
-            old[number] |= digest
-            manifest["settings"] |= prefix_settings(number, digest)
-        return is_same
+    def is_copy(index: int, corpus_index: int) -> bool:
+        has_equal_settings = {**old[corpus_index], "path": requested[index]["path"]} == requested[index]
+        return has_equal_settings and _content_matches(inputs[index], entries[corpus_index])
 
-    match(lambda index, number: requested[index] == old[number] and has_same_name(index, number))
-    match(lambda index, number: requested[index] == old[number])
-    match(lambda index, number: has_same_name(index, number) and is_copy(index, number))
-    match(is_copy)
+    match(lambda index, corpus_index: requested[index] == old[corpus_index] and has_same_name(index, corpus_index))
+    match(lambda index, corpus_index: requested[index] == old[corpus_index])
+    match(lambda index, corpus_index: has_same_name(index, corpus_index) and is_copy(index, corpus_index), copied=True)
+    match(is_copy, copied=True)
     match(has_same_name)
     return matched
 
 
-def _has_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
-    """Return whether the files have the content of a source in the manifest."""
+def _content_matches(inputs: list[Input], entry: dict[str, Any]) -> bool:
+    """Return whether the files have the content that a source's entry in the manifest states."""
     if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
         return False
     paths = [path for item in inputs if not item.is_remote for path in item.paths]
@@ -261,106 +259,106 @@ def try_read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def refuse_other_content(folder: Path) -> None:
     """Raise `InputError` if `folder` contains something other than a corpus, or a corpus of another version."""
-    other = next((path for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))), None)
+    foreign_file = next((path for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))), None)
     manifest = None
     with contextlib.suppress(InputError):  # a damaged corpus is prepared again
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest and "shards" not in manifest:
-        other = folder / MANIFEST
+        foreign_file = folder / MANIFEST
     elif manifest:
         check_version(manifest, folder)
-    if other is not None:
-        raise InputError(f"{folder}: is not a corpus folder ({other.name}). Choose another corpus.dir.")
+    if foreign_file is not None:
+        raise InputError(f"{folder}: is not a corpus folder (it has {foreign_file.name}). Choose another corpus.dir.")
 
 
-def refuse_changed_settings(
+def find_new_sources(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], wanted: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
-    """Like `match_sources`, but only by name, without reading files; return the indices of new sources."""
+    """Return the indices of new sources like `match_sources`, but compare them only by name, without reading files."""
     general, by_source = split_by_source(wanted, vocabulary=vocabulary)
     old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
-    numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
+    corpus_indices = {entry["name"]: index for index, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):
-        if (number := numbers.get(source_name(source))) is not None:
-            old_general |= prefix_settings(index, {**old_by_source[number], "path": None})
+        if (corpus_index := corpus_indices.get(source_name(source))) is not None:
+            old_general |= prefix_settings(index, {**old_by_source[corpus_index], "path": None})
             general |= prefix_settings(index, {**by_source[index], "path": None})
     refuse_changes(folder, old_general, general)
-    return [index for index, source in enumerate(sources) if source_name(source) not in numbers]
+    return [index for index, source in enumerate(sources) if source_name(source) not in corpus_indices]
 
 
-def refuse_changes(folder: Path, before: dict[str, Any], requested: dict[str, Any]) -> None:
+def refuse_changes(folder: Path, old: dict[str, Any], requested: dict[str, Any]) -> None:
     """Raise `InputError` if the settings of the corpus in `folder` differ from the requested ones."""
-    changed = [key for key in {**before, **requested} if before.get(key) != requested.get(key)]
+    changed = [key for key in {**old, **requested} if old.get(key) != requested.get(key)]
     if not changed:
         return
     key = changed[0]
-    if key.endswith(".path"):
-        change = f"{key}: its files have changed"
-    else:
-        change = f"{key}: was {before.get(key)!r}, is {requested.get(key)!r}"
+    change = "its files have changed" if key.endswith(".path") else f"was {old.get(key)!r}, is {requested.get(key)!r}"
     rest = f" (and {len(changed) - 1} more)" if changed[1:] else ""
-    rename = "give the changed source another name to add it, " if _SOURCE.fullmatch(key) else ""
+    rename = "give the changed source another name to add it, " if _SOURCE_SETTING.fullmatch(key) else ""
     raise InputError(
-        f"{folder}: prepared with other settings. {change}{rest}. Restore them, {rename}or choose another corpus.dir."
+        f"{folder}: prepared with other settings. {key}: {change}{rest}. Restore them, {rename}or choose another "
+        "corpus.dir."
     )
 
 
-def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False, of: str = "start_from") -> None:
-    """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, which is from a checkpoint.
+def check_same_tokenizer(
+    folder: Path, tokenizer: Tokenizer, *, extended: bool = False, setting: str = "start_from"
+) -> None:
+    """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, the tokenizer of a checkpoint.
 
-    `extended`: the corpus may have more entries after the checkpoint's. `of`: the setting that names the checkpoint.
+    `extended`: the corpus's vocabulary may have further entries at its end. `setting` names the checkpoint.
     """
     prepared_with = Tokenizer.from_file(str(folder / "tokenizer.json"))
     size, entries = vocabulary_size(tokenizer), prepared_with.get_vocab()
     additional = vocabulary_size(prepared_with) - size
     if additional < 0 or (additional and not extended):
-        reason = f"its vocabulary has {size + additional} entries, the checkpoint's {size}"
-    elif wrong := [entry for entry, number in tokenizer.get_vocab().items() if entries.get(entry) != number]:
+        reason = f"the corpus's vocabulary has {size + additional} entries, the checkpoint's {size}"
+    elif wrong := [entry for entry, token_id in tokenizer.get_vocab().items() if entries.get(entry) != token_id]:
         first = min(wrong, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
-    elif _steps_before_model(prepared_with) != _steps_before_model(tokenizer):
-        reason = "it normalizes text differently, such as case or accents"
+    elif _preprocessing(prepared_with) != _preprocessing(tokenizer):
+        reason = "the corpus's tokenizer normalizes text differently, such as case or accents"
     else:
         return
-    advice = "the same start_from" if of == "start_from" else "corpus.vocabulary.path: its tokenizer.json"
+    advice = "the same start_from" if setting == "start_from" else "that tokenizer.json as corpus.vocabulary.path"
     raise InputError(
-        f"{folder}: prepared with a different tokenizer than in {of}: {reason}. Prepare the text into another "
+        f"{folder}: prepared with a different tokenizer than in {setting}: {reason}. Prepare the text into another "
         f"corpus.dir with {advice}."
     )
 
 
-def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
-    """Return a tokenizer's steps before the model, except joining lines, which is a setting of the corpus."""
+def _preprocessing(tokenizer: Tokenizer) -> list[Any]:
+    """Return the normalizer (None if it only joins lines, a setting of the corpus), pre-tokenizer and added tokens."""
     described = json.loads(tokenizer.to_str())
     normalizer = None if described["normalizer"] == LINE_JOINER else described["normalizer"]
     added = [token for token in described["added_tokens"] if not token["special"]]
     return [normalizer, described["pre_tokenizer"], added]
 
 
-def source_facts(source: SourceConfig) -> dict[str, Any]:
-    """Return the fields of a source in the manifest and card that the config may change later."""
+def changeable_source_fields(source: SourceConfig) -> dict[str, Any]:
+    """Return the manifest and card fields of a source that may change in the config of an existing corpus."""
     return {"name": source_name(source), "kind": source.kind, "weight": source.weight, "license": source.license}
 
 
 def source_name(source: SourceConfig) -> str:
-    """Return the name of a source; by default, its kind and the stem of its path."""
+    """Return the name of a source in the corpus; by default, its kind and the first part of its file name."""
     stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
     return source.name or "-".join(filter(None, (source.kind, stem)))
 
 
 def content_digest(hashes: dict[str, str]) -> str:
-    """Return a digest of the contents of a source's files, in order."""
+    """Return a digest of a source's files, in order, from their hashes by path."""
     return hashlib.sha256("\n".join(hashes.values()).encode()).hexdigest()
 
 
 def _files_digest(inputs: list[Input]) -> str:
-    """Return a digest of the names, sizes and times of the files. Their folder may be moved."""
+    """Return a digest of the names, sizes and times of files, regardless of their folder."""
     digest = hashlib.sha256()
     for item in inputs:
         for path in item.paths:
-            facts: list[Any] = [path]
+            identity: list[Any] = [path]
             if not item.is_remote:
                 stat = Path(path).stat()
-                facts = [Path(path).name, stat.st_size, stat.st_mtime_ns]
-            digest.update(json.dumps(facts).encode())
+                identity = [Path(path).name, stat.st_size, stat.st_mtime_ns]
+            digest.update(json.dumps(identity).encode())
     return digest.hexdigest()

@@ -51,15 +51,15 @@ from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
-    VOCABULARY_BYTES,
+    VOCABULARY_TRAINING_BYTES,
+    changeable_source_fields,
     check_same_tokenizer,
     fingerprint,
-    fingerprint_settings,
     match_sources,
     prefix_settings,
     refuse_changes,
     refuse_other_content,
-    source_facts,
+    settings_affecting_tokens,
     source_name,
     split_by_source,
     try_read_manifest,
@@ -146,7 +146,7 @@ class _Preparation:
         if tokenizer is not None and added_words:
             check_extension(tokenizer, added_words)
         check_line_breaks(corpus, tokenizer)
-        self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
+        self._settings = settings_affecting_tokens(corpus, self._all_inputs, tokenizer, known)
         self._released = tokenizer is not None and encodes_whole_documents(tokenizer)
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._tokenizer_config, self._unknown_id = {}, -1
@@ -212,7 +212,7 @@ class _Preparation:
         stored_manifest = read_manifest(self._folder)
         for source, number in zip(self._all_sources, numbers, strict=True):
             if number < len(manifest["sources"]):
-                manifest["sources"][number] |= source_facts(source)
+                manifest["sources"][number] |= changeable_source_fields(source)
         manifest["fingerprint"] = fingerprint(manifest)
         if manifest != stored_manifest:
             put_manifest(self._folder, manifest)
@@ -423,7 +423,7 @@ class _Preparation:
         return hashes
 
     def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
-        """Train a vocabulary on the kept documents with the lowest hashes, at most VOCABULARY_BYTES of text."""
+        """Train a vocabulary on kept documents with the lowest hashes, at most VOCABULARY_TRAINING_BYTES of text."""
         path = self._work_dir / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
@@ -432,12 +432,12 @@ class _Preparation:
         sizes: collections.deque[int] = collections.deque()
 
         def calls() -> Iterator[tuple[str, np.ndarray]]:
-            for part, chosen, size in documents.sample(VOCABULARY_BYTES):
+            for part, chosen, size in documents.sample(VOCABULARY_TRAINING_BYTES):
                 sizes.append(size)
                 yield part, np.packbits(chosen)
 
         counts: collections.Counter[bytes] = collections.Counter()
-        with self._bar.stage("counting words", min(VOCABULARY_BYTES, self._input_bytes())) as advance:
+        with self._bar.stage("counting words", min(VOCABULARY_TRAINING_BYTES, self._input_bytes())) as advance:
             for _, (words, word_counts) in pool.run(stages.count_words, calls()):
                 for word, count in zip(words, word_counts.tolist(), strict=True):
                     counts[word] += count

@@ -227,7 +227,7 @@ def _pairs(length: float, window: int) -> float:
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
     """Return the cost of products with distance embeddings, as a number of query-key pairs, which have two products.
 
-    For the largest distance, fp32 rounding in `positions.distance_rows` may select the next bucket.
+    For the largest distance, fp32 rounding in `positions.relative_row_indices` may select the next bucket.
     """
     if not model.disentangled:
         return 0.0

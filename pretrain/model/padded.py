@@ -23,7 +23,7 @@ from pretrain.model.block import (
     embed,
     norm_weights,
 )
-from pretrain.model.positions import Rotation, distance_rows, relative_buckets, rotations, sinusoids
+from pretrain.model.positions import Rotation, relative_buckets, relative_row_indices, rotations, sinusoids
 from pretrain.model.projection import form_qkv, project_distances
 
 
@@ -134,7 +134,7 @@ class PaddedEncoder(nn.Module):
     def _distances(self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
         """Return [B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
         positions_L = torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
-        row_LL = distance_rows(positions_L[:, None] - positions_L[None], self.shape)
+        row_LL = relative_row_indices(positions_L[:, None] - positions_L[None], self.shape)
         row_BNLL = row_LL.expand(*q_BNLD.shape[:2], -1, -1)
         sums = []
         if keys_NPD is not None:

@@ -1,7 +1,7 @@
-"""Fixed position encodings: sinusoids, rotations, and the buckets of relative positions.
+"""Fixed position encodings: sinusoids, rotations (RoPE), and buckets of relative positions.
 
-Shape letters: T tokens (L positions in the padded encoder), E width of the embeddings, N heads of width D, K = D / 2
-frequencies.
+Shape letters: T tokens (L positions in the padded encoder), E width of the embeddings, N heads of width D, K
+frequencies (D / 2, or E / 2 for sinusoids).
 """
 
 import math
@@ -18,7 +18,7 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    interleaved: bool = False  # as in `rotation`
+    interleaved: bool = False  # see `rotation`
 
 
 def sinusoids(positions_T: Tensor, width: int) -> Tensor:
@@ -26,92 +26,92 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
     Vaswani et al. 2017, section 3.5.
     """
-    powers_K = torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
-    angle_TK = positions_T[:, None].float() * (1.0 / 10_000.0**powers_K)
+    exponents_K = torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
+    angle_TK = positions_T[:, None].float() * (1.0 / 10_000.0**exponents_K)
     return torch.stack([angle_TK.sin(), angle_TK.cos()], dim=-1).flatten(1)[:, :width]
 
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
-    """Return the rotation for each rotary base of the layers, at int64 `positions_T`; {} without rotary positions."""
+    """Return {rotary base of some layer: its rotation at int64 `positions_T`}; {} without rotary positions."""
     bases = {model.rotary_base_of(index) for index in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}
 
 
 def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool = False) -> Rotation:
-    """Return the rotation at each position by position * base^(-2k / width) (Su et al. 2021, arXiv:2104.09864, eq. 15).
+    """Return the rotation of pairs k by position * base^(-2k / width) (Su et al. 2021, arXiv:2104.09864, eq. 15).
 
     Args:
         positions_T: int64 [T].
         width: D, even.
-        base: base of the frequencies; 10,000 in the paper.
-        interleaved: whether column 2k is paired with 2k + 1, as in the paper, or column k with k + K.
+        base: 10,000 in the paper.
+        interleaved: pair column 2k with 2k + 1, as in the paper, instead of column k with k + K.
     """
-    powers_K = torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
-    angle_TK = positions_T[:, None].float() * (1.0 / base**powers_K)
+    exponents_K = torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
+    angle_TK = positions_T[:, None].float() * (1.0 / base**exponents_K)
     return Rotation(angle_TK.cos(), angle_TK.sin(), interleaved)
 
 
 def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
     """Rotate each pair of columns of fp32 [..., T, N, D]."""
-    # One expression for both columns of a pair: concatenated halves would compile to a kernel with branches.
+    # One expression for both columns of a pair: torch.compile would turn a torch.cat into a kernel with branches.
     sizes, axis = _pair_layout(rotation.interleaved)
     x_TN2K = x_TND.unflatten(-1, sizes)
-    cos_T12K, sin_T12K = rotation.cos[:, None].unsqueeze(axis), rotation.sin[:, None].unsqueeze(axis)
+    cos_T11K, sin_T11K = rotation.cos[:, None].unsqueeze(axis), rotation.sin[:, None].unsqueeze(axis)
     sign_2 = torch.arange(-1, 2, 2, device=x_TND.device)
     sign_21 = sign_2 if rotation.interleaved else sign_2[:, None]
-    return (x_TN2K * cos_T12K + x_TN2K.flip(axis) * (sin_T12K * sign_21)).flatten(-2)
+    return (x_TN2K * cos_T11K + x_TN2K.flip(axis) * (sin_T11K * sign_21)).flatten(-2)
 
 
 def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return the first and the second columns of the pairs in [..., D], as views [..., K]."""
+    """Return the first and the second column of every pair in [..., D], as views [..., K]."""
     sizes, axis = _pair_layout(interleaved)
     first, second = x_D.unflatten(-1, sizes).unbind(axis)
     return first, second
 
 
 def _pair_layout(interleaved: bool) -> tuple[tuple[int, int], int]:
-    """Return (sizes for unflattening [D], axis of a pair's two columns)."""
+    """Return (sizes to unflatten D into, axis of the two columns of a pair)."""
     return ((-1, 2), -1) if interleaved else ((2, -1), -2)
 
 
 def rotate_pairs(first_K: Tensor, second_K: Tensor, cos_K: Tensor, sin_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both columns of each pair after its rotation, in fp32."""
+    """Rotate pairs; return their first and second columns, in fp32."""
     return first_K * cos_K - second_K * sin_K, second_K * cos_K + first_K * sin_K
 
 
 def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tensor:
-    """The inverse of `split_pairs`: [..., D]."""
+    """Join the columns that `split_pairs` returns to [..., D]."""
     return torch.stack([first_K, second_K], dim=-1 if interleaved else -2).flatten(-2)
 
 
-def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
+def relative_buckets(distances: Tensor, bucket_count: int, max_distance: int) -> Tensor:
+    """Return the bucket of each distance (key minus query position), int64 of any shape (Raffel et al. 2020, 2.1).
 
-    Half of the buckets are for keys after the query. In each half, the first half are for single distances, the others
-    for ranges growing by a constant factor to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
+    Keys after the query have the second half of the buckets. In each half, the first buckets hold one distance, others
+    ranges that grow by a constant factor to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
     """
-    half = buckets // 2
-    single = half // 2
-    size = distances.abs()
-    logarithm = (size.clamp_min(1).float() / single).log() / math.log(max_distance / single)
-    far = (single + (logarithm * (half - single)).long()).clamp_max(half - 1)
-    return torch.where(size < single, size, far) + half * (distances > 0)
+    half = bucket_count // 2
+    exact_buckets = half // 2
+    magnitude = distances.abs()
+    log_share = (magnitude.clamp_min(1).float() / exact_buckets).log() / math.log(max_distance / exact_buckets)
+    far_bucket = (exact_buckets + (log_share * (half - exact_buckets)).long()).clamp_max(half - 1)
+    return torch.where(magnitude < exact_buckets, magnitude, far_bucket) + half * (distances > 0)
 
 
-def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
-    """Return the row of each distance, query minus key, in the table of disentangled positions: int64 of any shape.
+def relative_row_indices(distances: Tensor, model: ModelConfig) -> Tensor:
+    """Return the index of the row for each distance (query position minus key position), int64 of any shape.
 
-    The table has `relative_span` rows for each direction. The first half of these are for single distances; the others
-    are for ranges that grow by a constant factor up to `relative_max_distance` (transformers modeling_deberta_v2.py,
-    make_log_bucket_position).
+    DeBERTa's table of relative positions has `relative_span` rows for each direction. The half nearest to distance 0
+    have one distance each, the others ranges that grow by a constant factor up to `relative_max_distance` (transformers
+    modeling_deberta_v2.py, make_log_bucket_position).
     """
-    span, middle = model.relative_span, model.relative_span // 2
-    buckets = distances
+    span, exact_rows = model.relative_span, model.relative_span // 2
+    offsets = distances  # offset of each row from the row of distance 0
     if model.relative_buckets:
-        # In fp32 and transformers' order of operations: other rounding at a bucket's border would select another row.
-        size = distances.abs().clamp_min(middle)
-        farthest = torch.tensor((model.relative_max_distance - 1) / middle)
-        far = torch.ceil((size / middle).log() / farthest.log() * (middle - 1)) + middle
-        buckets = torch.where(size <= middle, distances, (far * distances.sign()).long())
-    return (buckets + span).clamp(0, 2 * span - 1)
+        # In fp32, in the same order as in transformers: rounding differently at a border would select another row.
+        magnitude = distances.abs().clamp_min(exact_rows)
+        max_ratio = torch.tensor((model.relative_max_distance - 1) / exact_rows)
+        far = torch.ceil((magnitude / exact_rows).log() / max_ratio.log() * (exact_rows - 1)) + exact_rows
+        offsets = torch.where(magnitude <= exact_rows, distances, (far * distances.sign()).long())
+    return (offsets + span).clamp(0, 2 * span - 1)

@@ -12,7 +12,7 @@ from pretrain.model.block import BlockFunctions, apply_norm, norm_weights
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.layout import RelativeRows, TokenLayout
 from pretrain.model.parameters import position_parameters
-from pretrain.model.positions import distance_rows, relative_buckets
+from pretrain.model.positions import relative_buckets, relative_row_indices
 
 
 class RelativeBiases(nn.Module):
@@ -47,7 +47,7 @@ class RelativeEmbeddings(nn.Module):
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
         """Add to `layout` the embeddings of all distances within the longest sequence."""
-        row_by_distance = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
+        row_by_distance = relative_row_indices(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
         rows_PH = self.table[int(row_by_distance[0]) : int(row_by_distance[-1]) + 1]
         if self.shape.relative_norm:
             rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.functions), self.functions)

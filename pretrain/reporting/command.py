@@ -11,12 +11,12 @@ from pretrain.common.commands import add_address, add_command, checked_address, 
 from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
-FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
+FindJobFolder = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 
-def add_to(commands: Any, find_job: FindJob) -> None:
-    """Add `report` and `attention` to the subcommands of a parser; `find_job` finds a job's run folder."""
-    _add_report(commands, find_job)
+def add_to(commands: Any, find_job_folder: FindJobFolder) -> None:
+    """Add `report` and `attention` to the subcommands of a parser; `find_job_folder` finds a job's run folder."""
+    _add_report(commands, find_job_folder)
     _add_attention(commands)
 
 
@@ -27,11 +27,11 @@ def _path_or_address(text: str) -> str:
     return checked_address(text) if is_remote(text) else local_string(text)
 
 
-def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:
+def _report(find_job_folder: FindJobFolder, arguments: argparse.Namespace) -> None:
     from pretrain.reporting import pages, report, workspace
     from pretrain.reporting.runs import find_folder, read_runs
 
-    find = functools.partial(find_job, plain_http=arguments.allow_plain_http)
+    find = functools.partial(find_job_folder, plain_http=arguments.allow_plain_http)
     folders = [run_path(run) if is_remote(run) else find_folder(run, arguments.address, find) for run in arguments.run]
     out: Path = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     draw = functools.partial(report.write_report, folders, out, watched=arguments.watch)
@@ -53,11 +53,11 @@ def _attention(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- their parsers
 
 
-def _add_report(commands: Any, find_job: FindJob) -> None:
+def _add_report(commands: Any, find_job_folder: FindJobFolder) -> None:
     parser = add_command(
         commands,
         "report",
-        functools.partial(_report, find_job),
+        functools.partial(_report, find_job_folder),
         "write curves and scores of runs as one HTML page",
         """
   ./launch.sh report runs/bert-mini

@@ -18,7 +18,7 @@ from pretrain.common.settings import read_values
 from pretrain.reporting.panels import panels_for
 from pretrain.reporting.subjects import Subject, subject_of
 
-FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
+FindJobFolder = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
 _END_STATES = {"stop": "stopped", "diverged": "diverged"}  # a run's final event -> its state
@@ -104,13 +104,13 @@ class RunRecords:
         return [record[field] for record in self.training if record.get(field) is not None]
 
 
-def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: None) -> Path:
+def find_folder(name: str, address: str = "", find_job_folder: FindJobFolder = lambda *_: None) -> Path:
     """Find the folder `name`, runs/`name`, or the run folder of the job `name` on this machine's cluster.
 
     Args:
         name: a folder, a run's name or a job's name.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
-        find_job: returns the run folder of a job, given its name and `address`; None if there is no such job.
+        find_job_folder: returns the run folder of a job, given its name and `address`; None if there is no such job.
 
     Raises:
         InputError: there is no such run, or its folder is not accessible from this machine.
@@ -119,7 +119,7 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
         folder = find_run(name)
         if folder.is_dir():
             return folder
-    folder = find_job(name, address)
+    folder = find_job_folder(name, address)
     if folder is None:
         raise InputError(
             f"{name}: not a folder, and runs/{name} is not a folder either. Give a run folder or the name of a run."

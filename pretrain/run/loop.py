@@ -27,7 +27,7 @@ from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, Stopwatch, Window, checkpoint_state, restore
 from pretrain.run.session import collective_timeout, latest_checkpoint
-from pretrain.run.spikes import LOSS_WINDOW, LossScaleSearch, is_spike
+from pretrain.run.spikes import LOSS_WINDOW, SkipCounter, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
@@ -125,7 +125,7 @@ class Fit(Generic[S]):
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
         self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
-        self.scale_search = LossScaleSearch()
+        self.skip_counter = SkipCounter()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
         self.validation: dict[str, Any] = {}  # the last evaluation, in the form that `rank` reads
@@ -306,13 +306,13 @@ class Fit(Generic[S]):
         progress.skipped_steps += not applied
         self.norm, self.loss = norm, math.nan
         scale = self.engine.loss_scale.cur_scale if self.engine.loss_scale else 1
-        if not all(map(math.isfinite, sums)) or (not applied and self.scale_search.record_skip(scale)):
+        if not all(map(math.isfinite, sums)) or (not applied and self.skip_counter.record_skip(scale)):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
             return self._bad_steps_failure(progress.step + 1) if progress.bad_in_a_row >= _MAX_BAD_STEPS else None
         progress.bad_in_a_row = 0
         if applied:
-            self.scale_search.record_applied()
+            self.skip_counter.record_applied()
         counts = self.task.counts(step).tolist()
         self.loss = loss = self.task.metrics(sums, counts)["loss"]
         spike = is_spike(progress.recent, loss, self.plan.config.guard)

@@ -1,4 +1,4 @@
-"""Detects harmful steps: loss spikes, and steps that fp16's loss scaler keeps skipping."""
+"""Detects harmful steps: loss spikes, and overflows that fp16's loss scaler cannot prevent by lowering the scale."""
 
 import math
 import statistics
@@ -6,35 +6,35 @@ from collections.abc import Sequence
 
 from pretrain.config import SpikeConfig
 
-LOSS_WINDOW = 64  # number of earlier losses with which a new loss is compared
-_MIN_LOSSES = 32  # minimum number of earlier losses with which spikes are detected
-_MIN_EXCESS = 0.2  # by which a spike exceeds the median, as a fraction of the median
-_MAX_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
-_STD_PER_MAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+LOSS_WINDOW = 64  # number of previous losses that a new loss is compared with
+_MIN_LOSSES = 32  # number of previous losses needed to detect spikes
+_MIN_EXCESS = 0.2  # minimum excess of a spike over the median, as a fraction of the median
+_MAX_SKIPS_AT_ONE_SCALE = 3  # by then, a working fp16 loss scaler has lowered the scale (its hysteresis is 2)
+_STD_PER_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
-def is_spike(earlier: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
-    """Return whether `loss` is a spike above the `earlier` losses; False if these are too few.
+def is_spike(previous_losses: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
+    """Return whether `loss` is a spike above the previous losses; False if there are too few of them.
 
-    The bound uses their median and median absolute deviation, which a single outlier hardly changes.
+    The threshold depends on their median and median absolute deviation, which a single outlier hardly changes.
     """
-    if not settings.spike_sigmas or len(earlier) < _MIN_LOSSES:
+    if not settings.spike_sigmas or len(previous_losses) < _MIN_LOSSES:
         return False
     if not math.isfinite(loss):
         return True
-    median = statistics.median(earlier)
-    sigma = _STD_PER_MAD * statistics.median(abs(value - median) for value in earlier)
+    median = statistics.median(previous_losses)
+    sigma = _STD_PER_MAD * statistics.median(abs(value - median) for value in previous_losses)
     return loss > median + max(settings.spike_sigmas * sigma, _MIN_EXCESS * abs(median))
 
 
-class LossScaleSearch:
-    """Distinguishes steps that fp16's loss scaler skips to find a lower scale from steps that remain bad."""
+class SkipCounter:
+    """Counts steps that fp16's loss scaler skipped in a row, to detect overflows that no lower scale prevents."""
 
     def __init__(self) -> None:
-        self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
+        self._skips, self._scale = 0, 0.0  # number of steps skipped in a row; their loss scale
 
     def record_skip(self, scale: float) -> bool:
-        """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
+        """Record a step that was skipped at this scale; return whether the scale will not be lowered further."""
         self._skips = self._skips + 1 if scale == self._scale else 1
         self._scale = scale
         return scale <= 1 or self._skips > _MAX_SKIPS_AT_ONE_SCALE

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pretrain.common.children import unwind_on_sigterm
-from pretrain.common.commands import exit_code, program
+from pretrain.common.commands import program, run_for_exit_code
 from pretrain.common.errors import InputError
 
 BENCHMARKS = {
@@ -27,7 +27,7 @@ BENCHMARKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run(arguments))
+    return run_for_exit_code(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:

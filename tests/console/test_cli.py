@@ -473,13 +473,13 @@ def test_a_failed_process_does_not_wait_for_a_group_that_is_left(what, backend, 
     """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
     program = f"""
 import atexit, sys, types
-from pretrain.common.commands import exit_code
+from pretrain.common.commands import run_for_exit_code
 from pretrain.common.errors import InputError
 sys.modules["torch.distributed"] = types.SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: {backend!r})
 atexit.register(lambda: print("late"))
 def run():
     {what}
-sys.exit(exit_code(run))
+sys.exit(run_for_exit_code(run))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr

@@ -237,7 +237,7 @@ def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(first, second, fol
     assert manifest(folder)["grown"] == 1
 
 
-@pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])
+@pytest.mark.parametrize("place", ["write_card", "add_card", "put_manifest"])
 def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, folder, monkeypatch) -> None:
     whole = shutil.copytree(folder, tmp_path / "whole")
     prepare(config(whole, first, second), quiet=True)

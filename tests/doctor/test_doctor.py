@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.doctor import driver, machine, reduce, remote, storage, verdicts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show
-from finetune.cli import MEASURES
+from finetune.cli import MEASUREMENT_MODULE
 from finetune.cli import main as cli
 from pretrain.common.errors import MachineError
 from pretrain.run import machine as measures
@@ -80,7 +80,7 @@ def test_rules_of_versions(changes: dict[str, str], expected: str) -> None:
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce, "local_row", lambda: Finding("all-reduce", "1 GB/s"))
-    rows = {row.what: row for row in machine.check(MEASURES, tmp_path)}
+    rows = {row.what: row for row in machine.check(MEASUREMENT_MODULE, tmp_path)}
     assert rows["torch"].found.startswith("2.")
     assert rows["cores"].found.startswith(f"{CORES}, ")
     assert str(tmp_path) in rows["disk"].found
@@ -89,7 +89,7 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_node_that_holds_no_workers_is_not_measured(tmp_path: Path) -> None:
-    names = {row.what for row in machine.check_node(MEASURES, tmp_path, "", cpus=0, gpus=0)}
+    names = {row.what for row in machine.check_node(MEASUREMENT_MODULE, tmp_path, "", cpus=0, gpus=0)}
     assert {"torch", "disk", "GPUs"} <= names
     assert not {"matmul", "storage", "all-reduce"} & names
 
@@ -196,7 +196,7 @@ def test_a_cluster_without_a_token_is_warned_of(is_open: bool, mark: str, monkey
     jobs.return_value.is_open.return_value = is_open
     jobs.return_value.log.return_value = f"{driver.PREFIX}[]\n"
     monkeypatch.setattr(remote.client, "JobsClient", jobs)
-    row = remote.check(MEASURES, "http://head:8265", tmp_path, plain_http=True)[0]
+    row = remote.check(MEASUREMENT_MODULE, "http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
     assert ("RAY_AUTH_MODE=token" in row.advice) == is_open
     jobs.assert_called_once_with("http://head:8265", plain_http=True)

@@ -17,7 +17,7 @@ from pretrain.model.cost import encoder_flops, flops, recomputed_flops
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import grouped_op
 from pretrain.model.parameters import relative_projections
-from pretrain.model.positions import distance_rows
+from pretrain.model.positions import relative_row_indices
 from tests import parity
 from tests.batches_by_hand import make_batch
 from tests.checkpoint.test_layouts import DEBERTA, assert_same
@@ -38,13 +38,13 @@ def test_rows_are_the_buckets_of_transformers(buckets: int, farthest: int) -> No
     distances = torch.arange(-1100, 1101)
     theirs = deberta.make_log_bucket_position(distances, buckets, farthest).long()
     shape = make_shape(relative_buckets=buckets, relative_max_distance=farthest)
-    found = distance_rows(distances, shape)
+    found = relative_row_indices(distances, shape)
     assert torch.equal(found, (theirs + buckets).clamp(0, 2 * buckets - 1))
     assert bool((found.diff() >= 0).all())  # a slice of the table holds what a group reaches
 
 
 def test_without_buckets_each_distance_has_a_row() -> None:
-    found = distance_rows(torch.arange(-5, 6), make_shape(relative_buckets=0, relative_max_distance=3))
+    found = relative_row_indices(torch.arange(-5, 6), make_shape(relative_buckets=0, relative_max_distance=3))
     assert found.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
 
 

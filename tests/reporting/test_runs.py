@@ -393,7 +393,7 @@ class TestNames:
         Path("runs").mkdir()
         run.rename("runs/mini")
         found = {("job", ""): job, ("mini", "http://head:8265"): job}
-        monkeypatch.setattr("finetune.cli.find_job", lambda *given, plain_http: found.get(given))
+        monkeypatch.setattr("finetune.cli.find_job_folder", lambda *given, plain_http: found.get(given))
         assert main(["report", "mini", "job", "mini", "--workspace"]) == 0
         assert list(charts_of(Page(Path("report.html").read_text()))["Learning rate"]) == ["runs/mini", "elsewhere"]
         assert read_workspace(Path("report.workspace.json"))["sections"]

@@ -14,7 +14,7 @@ from pretrain.checkpoint.store import read_weights
 from pretrain.config import PretrainConfig, SpikeConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.run import loop, stragglers
-from pretrain.run.spikes import LOSS_WINDOW, LossScaleSearch, is_spike
+from pretrain.run.spikes import LOSS_WINDOW, SkipCounter, is_spike
 from pretrain.run.stragglers import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
@@ -202,16 +202,16 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
 
 def test_an_fp16_scale_that_does_not_fall_is_not_a_search() -> None:
     def skipped(scales: list[float]) -> list[bool]:
-        search = LossScaleSearch()
-        return [search.record_skip(scale) for scale in scales]
+        counter = SkipCounter()
+        return [counter.record_skip(scale) for scale in scales]
 
     assert not any(skipped([65536, 65536, 32768, 16384, 8192])), "hysteresis, then a search"
     assert skipped([2, 1, 1]) == [False, True, True]
     assert skipped([1024] * 5) == [False, False, False, True, True], "a fixed scale"
-    search = LossScaleSearch()
-    assert not any(search.record_skip(1024) for _ in range(3))
-    search.record_applied()
-    assert not any(search.record_skip(1024) for _ in range(3)), "an applied step starts the count again"
+    counter = SkipCounter()
+    assert not any(counter.record_skip(1024) for _ in range(3))
+    counter.record_applied()
+    assert not any(counter.record_skip(1024) for _ in range(3)), "an applied step starts the count again"
 
 
 STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]

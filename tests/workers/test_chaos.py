@@ -137,7 +137,7 @@ def test_a_finished_run_submitted_again_changes_nothing(
     seconds = time.time() - began
     assert written(undisturbed) == before
     monkeypatch.setenv("XDG_STATE_HOME", str(one_node.state))
-    assert find_folder("undisturbed", find_job=run_folder) == undisturbed, "a report finds the job's folder"
+    assert find_folder("undisturbed", find_job_folder=run_folder) == undisturbed, "a report finds the job's folder"
     report("19 rerun of a finished run", seconds=round(seconds, 1))
 
 

@@ -1,4 +1,4 @@
-"""Reads files of sentences with or without tags: CoNLL columns, JSON, Parquet, or plain text."""
+"""Reads sentences, tagged or not, from files: CoNLL columns, tables, JSON, Parquet or plain text."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from finetune.tasks.datasets.tables import format_of, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 
-# Possible names of the columns sentence, word and tag in a table with one word per row.
+# In a table with one word per row: possible names of the columns for the sentence, the word and the tag.
 _COLUMN_NAMES = (
     ("Sentence #", "sentence #", "Sentence", "sentence", "sentence_id", "sentence_idx"),
     ("Word", "word", "Token", "token"),
@@ -23,7 +23,7 @@ _COLUMN_NAMES = (
 
 def read_sentences(
     path: Path | str,
-    remarks: Remarks,
+    warnings: Remarks,
     *,
     token_column: int = 0,
     label_column: int = -1,
@@ -35,51 +35,51 @@ def read_sentences(
 ) -> list[Sentence]:
     """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, any other as CoNLL columns.
 
-    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as in the file. If `labeled` is False, a file
-    with a single column has only words, regardless of `token_column` and `label_column`.
+    Files other than Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as they are in the file.
 
     Args:
-        plain: read a .txt that does not have a tag in every line as one document per line.
+        labeled: whether tags are needed. If not, the only column of a file is taken as its words.
+        plain: if some lines of a .txt have no tag, read each line as one document of plain text.
         cut: segments plain text into words.
-        tag_names: names of the tags, in order, if records have tag numbers.
+        tag_names: the name of each tag id, if records have ids instead of names.
 
     Raises:
-        InputError: no such file, bytes invalid in `encoding`, ragged columns, an unknown form of record, spans that do
-            not fit their text, no sentences.
+        InputError: the file is missing, is not in `encoding`, or has no sentences, lines with different numbers of
+            columns, records of an unknown form, or spans that do not fit their text.
     """
     path = Path(path).expanduser()
     kind = format_of(path)
     if kind == "parquet":
-        sentences = from_records(parquet_records(path), remarks, cut, tag_names)
-        return _non_empty(sentences, path)
+        sentences = from_records(parquet_records(path), warnings, cut, tag_names)
+        return _reject_empty(sentences, path)
     if kind == "csv":
-        return _non_empty(_word_rows(path, encoding, labeled=labeled), path)
+        return _reject_empty(_read_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
     if kind in ("jsonl", "json"):
-        sentences = from_records(json_records(path, text, kind), remarks, cut, tag_names)
-        return _non_empty(sentences, path)
+        sentences = from_records(json_records(path, text, kind), warnings, cut, tag_names)
+        return _reject_empty(sentences, path)
     lines = _split_lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = from_lines(str(path), lines, cut)
     else:
-        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
-    return _non_empty(sentences, path)
+        sentences = read_columns(str(path), lines, token_column, label_column, warnings, labeled=labeled)
+    return _reject_empty(sentences, path)
 
 
-def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """Read the sentences of a table with one word per row; only a sentence's first row needs the sentence name."""
-    names = list(itertools.chain.from_iterable(_COLUMN_NAMES))
-    table = read_table(path, names, layout=TableFormat(encoding=encoding), optional=names)
-    cells = [next((table.columns[key] for key in keys if key in table.columns), None) for keys in _COLUMN_NAMES]
-    sentence_names, words, tags = cells
+def _read_word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
+    """Read the sentences of a table with one word per row. The sentence column may be empty except in first rows."""
+    known = list(itertools.chain.from_iterable(_COLUMN_NAMES))
+    table = read_table(path, known, layout=TableFormat(encoding=encoding), optional=known)
+    columns = (next((table.columns[name] for name in names if name in table.columns), None) for names in _COLUMN_NAMES)
+    sentence_names, words, tags = columns
     if sentence_names is None or words is None or (labeled and tags is None):
         raise InputError(
-            f"{path}: needs the columns Sentence #, Word and Tag, with a word in each row. Rename them, or give .jsonl "
-            "with text and entities."
+            f"{path}: needs the columns Sentence #, Word and Tag, with one word per row. Rename columns, or give "
+            ".jsonl with text and entities."
         )
-    filled = list(itertools.accumulate(sentence_names, lambda previous, name: name.strip() or previous))
+    filled_names = list(itertools.accumulate(sentence_names, lambda previous, name: name.strip() or previous))
     sentences = []
-    for _, group in itertools.groupby(range(len(table)), filled.__getitem__):
+    for _, group in itertools.groupby(range(len(table)), filled_names.__getitem__):
         rows = list(group)
         row_tags = None if tags is None else [tags[row].strip() for row in rows]
         row_words, line = [words[row] for row in rows], table.numbers[rows[0]]
@@ -88,14 +88,14 @@ def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
 
 
 def _split_lines(path: Path, text: str) -> list[str]:
-    lines = text.split("\n")  # not splitlines: U+2028 and others may be words
+    lines = text.split("\n")  # not splitlines: U+2028 and the like may be parts of words
     for number, line in enumerate(lines, 1):
         if "\r" in line.rstrip("\r"):
             raise InputError(f"{path}:{number}: lines end with CR only. Convert the file to LF.")
     return lines
 
 
-def _non_empty(sentences: list[Sentence], path: Path) -> list[Sentence]:
+def _reject_empty(sentences: list[Sentence], path: Path) -> list[Sentence]:
     if not sentences:
-        raise InputError(f"{path}: has no sentences. Give a file with at least one.")
+        raise InputError(f"{path}: has no sentences. Give a file with sentences.")
     return sentences

@@ -15,7 +15,7 @@ from pretrain.common.commands import (
 )
 from pretrain.run.arguments import run_path
 
-_REPLAY = 0.2
+_DEFAULT_REPLAY = 0.2
 _EXAMPLES = """
   ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
   ./launch.sh adapt notes.txt papers.jsonl --from runs/bert-mini --out adapted/ --minutes 30
@@ -31,7 +31,8 @@ def add_to(commands: Any) -> None:
         nargs="+",
         type=parse_path,
         metavar="TEXT",
-        help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
+        help="text to adapt to: files or folders (plain text, JSONL, CSV, Parquet, a Wikipedia dump, "
+        "WikiExtractor output)",
     )
     add_start(parser, "checkpoint to continue from", type=run_path, required=True)
     parser.add_argument("--out", type=parse_path, required=True, metavar="DIR", help="folder for all output")
@@ -43,7 +44,7 @@ def add_to(commands: Any) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="train for about M minutes on this machine: a few steps are timed to choose the number of steps",
+        help="train for about M minutes on this machine; a few timed steps determine the number of steps",
     )
     parser.add_argument(
         "--general",
@@ -55,7 +56,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--replay",
         type=float,
-        default=_REPLAY,
+        default=_DEFAULT_REPLAY,
         metavar="SHARE",
         help="share of the training sequences that come from --general (default: 0.2)",
     )
@@ -67,11 +68,11 @@ def add_to(commands: Any) -> None:
         help="add up to N words of the text to the vocabulary (default: 0)",
     )
     add_workers(parser, WORKERS_DEFAULT)
-    add_set(parser, "override a setting of the pretraining; may be repeated")
+    add_set(parser, "override a pretraining setting; may be repeated")
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from finetune.workflows.adaptation import stages
 
-    check_effects({"--replay": (arguments.replay != _REPLAY, arguments.general, "without --general")})
+    check_effects({"--replay": (arguments.replay != _DEFAULT_REPLAY, arguments.general, "without --general")})
     stages.run(arguments)

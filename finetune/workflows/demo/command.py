@@ -15,20 +15,20 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
-    purpose = "run every stage on docstrings of installed packages"
+    purpose = "run the whole pipeline on docstrings of installed packages"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, WORKERS_DEFAULT)
-    folder: dict[str, Any] = {"type": parse_path, "metavar": "DIR"}
-    parser.add_argument("--run-dir", default="runs/demo", help="run folder (default: runs/demo)", **folder)
-    parser.add_argument("--data-dir", default="data/demo", help="corpus folder (default: data/demo)", **folder)
+    path_options: dict[str, Any] = {"type": parse_path, "metavar": "DIR"}
+    parser.add_argument("--run-dir", default="runs/demo", help="run folder (default: runs/demo)", **path_options)
+    parser.add_argument("--data-dir", default="data/demo", help="corpus folder (default: data/demo)", **path_options)
     parser.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help="pretrain for about M minutes (default: 6): a few steps are timed to choose the number of steps; 0: the "
-        "number of steps in tiny.yaml",
+        help="pretrain for about M minutes (default: 6); a few timed steps determine the number of steps. 0 uses the "
+        "number in tiny.yaml",
     )
-    parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first, but keep its corpus")
     add_set(parser, "override a setting of tiny.yaml; may be repeated")
 
 
