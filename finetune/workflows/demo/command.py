@@ -15,7 +15,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
-    purpose = "run the whole pipeline on docstrings of installed packages"
+    purpose = "run the whole pipeline on installed packages' docstrings"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, WORKERS_DEFAULT)
     path_options: dict[str, Any] = {"type": parse_path, "metavar": "DIR"}
