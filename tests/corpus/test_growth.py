@@ -221,7 +221,7 @@ def test_what_cannot_be_added_is_refused(
         (config(folder, second, first), changed),
         (config(folder, second, min_document_words=3), r"corpus\.min_document_words: was 10, is 3"),
         (config(folder, second, vocabulary={"size": 300}), r"corpus\.vocabulary\.size: was 200, is 300"),
-        (config(folder, second, other), r"corpus\.sources\.1: .* another source with the name second\. Give it"),
+        (config(folder, second, other), r"corpus\.sources\.1: .* already has a source named second\. To add"),
     ):
         for check in (describe, lambda given: prepare(given, quiet=True)):
             with pytest.raises(InputError, match=message):

@@ -185,9 +185,9 @@ CSV = 'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n'
 WRONG_LINES = '{"text": "fine"}\n{"text": 3}\nnot json\n\n{"other": 1}\n["list"]\n{"text": "half \\ud83d"}\n'
 WRONG = [
     "'text' that is not a string, line 2 of chunk 0: 1",
-    "lone surrogate, : 1",
     "line that is not JSON, line 3 of chunk 0: Expecting value: line 1 column 1 (char 0): 2",
     "line without 'text', line 5 of chunk 0: 2",
+    "lone surrogate, : 1",
 ]
 UNCLOSED, LEFT_OUT = "<doc> that is not closed or has no title", "row left out, 3 columns instead of 2"
 BAD_BYTES, READ_SO = (f"Te{bad} {bad} pa{nul}per {'word ' * 99}\n" for bad, nul in (("\xff", "\0"), ("\ufffd", "")))
