@@ -82,12 +82,12 @@ class TrainingConfig(Section):
         description="Examples per optimizer step over all workers; for entities and questions, windows.",
     )
     learning_rate: float = Field(
-        default=0.0, ge=0, description="Peak learning rate; 0: the preset's (with auto, depends on the hidden size)."
+        default=0.0, ge=0, description="Peak learning rate; 0: set by the preset (auto: by the hidden size)."
     )
     epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Passes over the training set; 0: the preset's (with auto, depends on the number of examples).",
+        description="Passes over the training set; 0: set by the preset (auto: by the number of examples).",
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(

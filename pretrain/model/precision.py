@@ -79,17 +79,17 @@ def measure_matmul(
     try:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
-            durations = [product(a) for _ in range(_TRIES)]  # the first one may initialize a library
-            if min(durations) >= _MIN_PRODUCT_SECONDS or size == largest:
+            fastest = min(product(a) for _ in range(_TRIES))  # the first one may initialize a library
+            if fastest >= _MIN_PRODUCT_SECONDS or size == largest:
                 break
             size *= 2
         torch.set_num_threads(threads or previous_threads)
-        deadline = time.perf_counter() + seconds
+        durations, deadline = [], time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             durations.append(product(a))
     finally:
         torch.set_num_threads(previous_threads)
-    return 2 * size**3 / (statistics.median(durations) if concurrent else min(durations))
+    return 2 * size**3 / (statistics.median(durations) if concurrent else min(fastest, *durations))
 
 
 @functools.cache

@@ -46,6 +46,14 @@ def test_a_frozen_weight_or_input_gets_no_gradient(monkeypatch: pytest.MonkeyPat
         leaf.requires_grad_(False).grad = None
 
 
+def test_measuring_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first start of a run, which measures, would differ from later ones, which read the cache."""
+    monkeypatch.setattr(products, "MEASURED_SIZES", (8, 8, 8))
+    state = torch.get_rng_state()
+    assert products.measure_gain() > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("amx", [False, True])
 def test_only_cpus_with_amx_are_measured(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
     calls: list[str] = []
