@@ -56,7 +56,7 @@ def weight() -> dict[str, float]:
     product, tests = files_of(PRODUCT), files_of(("tests",))
     lines, tokens = sum(map(line_count, product)), sum(map(code_tokens, product))
     figures = {
-        "product_lines": lines + sum(map(line_count, _tracked("pretrain/*.cpp"))),
+        "product_lines": lines + sum(map(line_count, _tracked("pretrain/*.?pp"))),
         "product_lines_of_all_files": sum(map(line_count, _product_files())),
         "product_code_tokens": tokens,
         "product_code_tokens_per_line": round(tokens / lines, 2),

@@ -21,7 +21,6 @@ from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
-from pretrain.model.kernels.native import native_attention, use_native_attention
 from pretrain.model.kernels.products import linear_product
 from pretrain.model.projection import QKV_AXES, RelativeProjection, form_qkv, project_distances
 
@@ -71,8 +70,6 @@ def self_attention(
         qkv = linear_product(hidden, weight)  # [T, 3H]; the kernels add the bias when they load it
     if flash:
         return flash_attention(qkv, layout, options)
-    if use_native_attention(qkv, layout, options):
-        return native_attention(qkv, bias, layout, options)[0]
     tables = DistanceTables()
     if layout.relative is not None and projection.relative is not None:  # projected once for all groups
         embeddings_PH, row_by_distance = layout.relative

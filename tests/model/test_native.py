@@ -10,9 +10,11 @@ from torch import Tensor
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, LayerWeights, after_attention
 from pretrain.model.encoder import Encoder
-from pretrain.model.kernels import native
+from pretrain.model.kernels import grouped_op, native
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from pretrain.model.kernels.native import prefer_native_attention
+from pretrain.model.positions import rotation
 from tests.batches_by_hand import make_batch
 
 LENGTHS = (1, 2, 5, 17, 33, 64, 100)
@@ -42,40 +44,51 @@ def results(compute: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]
     return [output.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
 
+ASKED = (0, 1, 3, 10, 10, 60, 61, 221)  # one token twice; sequences without a query
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("width", [16, 64])
-@pytest.mark.parametrize("asked", [None, (0, 1, 3, 10, 10, 60, 61, 221)])  # one token twice; sequences without a query
+@pytest.mark.parametrize("width", [16, 48, 64])
+@pytest.mark.parametrize(("dropout", "asked"), [(0.0, None), (0.1, None), (0.0, ASKED), (0.1, ASKED)])
+@pytest.mark.parametrize(
+    ("window", "rotary"), [(0, ""), (0, "halves"), (0, "interleaved"), (30, "halves"), (3, ""), (3, "interleaved")]
+)
 def test_attention_equals_batched_matmuls(
-    dtype: torch.dtype, dropout: float, width: int, asked: tuple[int, ...] | None
+    dtype: torch.dtype, width: int, dropout: float, asked: tuple[int, ...] | None, window: int, rotary: str
 ) -> None:
     torch.manual_seed(0)
-    batch, options = make_batch(LENGTHS), AttentionOptions(heads=3, dropout=dropout)
+    if 2 * (2 * window) <= max(LENGTHS):
+        dropout = 0.0  # the masks differ, because batched matmuls cut long sequences into chunks
+    batch, options = make_batch(LENGTHS), AttentionOptions(heads=3, dropout=dropout, window=window)
     rows = None if asked is None else torch.tensor(asked)
-    layout = TokenLayout(batch.cu_seqlens, LENGTHS, rows, batch.token_keys)
+    turns = rotation(batch.positions, width, 500.0, interleaved=rotary == "interleaved") if rotary else None
+    layout = TokenLayout(batch.cu_seqlens, LENGTHS, rows, batch.token_keys, turns)
     qkv = torch.randn(sum(LENGTHS), 9 * width).to(dtype).requires_grad_()
     bias = torch.randn(9 * width).to(dtype).requires_grad_()
-    assert native.use_native_attention(qkv, layout, options)
-    made = results(lambda: native.native_attention(qkv, bias, layout, options)[0], [qkv, bias])
-    wanted = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
+    assert prefer_native_attention(qkv, 3, max(LENGTHS), window)
+    made = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
+    lse = grouped_attention(qkv, bias, layout, options)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_op, "prefer_native_attention", lambda *_: False)
+        wanted = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
+        wanted_lse = grouped_attention(qkv, bias, layout, options)[1]
     assert len(made) == 3
+    assert not torch.equal(made[0], wanted[0])  # these are two computations
     assert max(map(apart, made, wanted)) < CLOSE[dtype]
-    lse = native.native_attention(qkv, bias, layout, options)[1], grouped_attention(qkv, bias, layout, options)[1]
-    assert apart(*lse) < CLOSE[dtype]
+    assert apart(lse, wanted_lse) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-def test_attention_of_longer_sequences_is_native_without_gradients(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    batch, options = make_batch((200, 3, 256)), AttentionOptions(heads=3)
-    layout = TokenLayout(batch.cu_seqlens, (200, 3, 256), None, batch.token_keys)
-    qkv, bias = torch.randn(459, 9 * 16).to(dtype), torch.randn(9 * 16).to(dtype)
-    assert not native.use_native_attention(qkv, layout, options)
-    with torch.inference_mode():
-        assert native.use_native_attention(qkv, layout, options)
-        assert not native.use_native_attention(qkv, layout._replace(lengths=(202, 257)), options)
-        made, wanted = (compute(qkv, bias, layout, options) for compute in (native.native_attention, grouped_attention))
-    assert max(map(apart, made, wanted)) < CLOSE[dtype]
+def test_the_loops_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_amx", lambda: False)
+    fp32 = torch.zeros(1, 9 * 16)
+    assert prefer_native_attention(fp32, 3, 512, 0)
+    assert not prefer_native_attention(fp32, 3, 513, 0)
+    assert prefer_native_attention(fp32, 3, 513, 64)
+    assert prefer_native_attention(fp32.bfloat16(), 3, 513, 0)
+    monkeypatch.setattr(native, "has_amx", lambda: True)
+    assert not prefer_native_attention(fp32.bfloat16(), 3, 513, 0)
+    assert not prefer_native_attention(fp32.half(), 3, 40, 0)
+    assert not prefer_native_attention(fp32, 9 * 2, 40, 0)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -159,16 +172,3 @@ def test_a_table_is_stepped_as_by_torch(dtype: torch.dtype) -> None:
         # As after a restart, where moments say which rows had gradients.
         assert seen.tolist().count(1) == int((state["exp_avg_sq"].view(10, 48) != 0).any(1).sum())
         seen.fill_(2)
-
-
-def test_what_the_loops_lack_goes_to_torch() -> None:
-    batch, options = make_batch((3, 40)), AttentionOptions(heads=3)
-    layout = TokenLayout(batch.cu_seqlens, (3, 40), None, batch.token_keys)
-    qkv = torch.zeros(43, 9 * 16)
-    assert native.use_native_attention(qkv, layout, options._replace(window=39))
-    assert not native.use_native_attention(qkv, layout, options._replace(window=38))
-    assert not native.use_native_attention(qkv, layout, options._replace(fused=True))
-    assert not native.use_native_attention(qkv.half(), layout, options)
-    assert not native.use_native_attention(torch.zeros(43, 9 * 8), layout, options)
-    assert not native.use_native_attention(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
-    assert not native.use_native_attention(qkv, layout._replace(lengths=(3, 1000)), options)

@@ -69,11 +69,18 @@ def test_a_product_takes_milliseconds_whatever_the_rate(
         now[0] += products[-1] + (0.02 if held_up and next(number) % 4 != 3 else 0.0)
 
     monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
+    monkeypatch.setattr(torch, "randn", lambda n, _, **__: torch.empty(n, n))
     monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
     assert precision.measure_matmul("cpu", "fp32", 0.25) == pytest.approx(rate)
     assert held_up or now[0] < 0.5
     assert products[-1] < 0.05
+
+
+def test_measuring_draws_no_random_numbers() -> None:
+    """Otherwise a start that measures would differ from one that reads the cache."""
+    state = torch.get_rng_state()
+    assert precision.measure_matmul("cpu", "fp32", 0.01) > 0
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_workers_that_share_a_unit_do_not_count_it_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +91,7 @@ def test_workers_that_share_a_unit_do_not_count_it_twice(monkeypatch: pytest.Mon
         now[0] += 2 * len(a) ** 3 / 1e12 * (1 if next(number) % 4 == 3 else 2)
 
     monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
+    monkeypatch.setattr(torch, "randn", lambda n, _, **__: torch.empty(n, n))
     monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
     assert precision.measure_matmul("cpu", "fp32") == pytest.approx(1e12)
     assert precision.measure_matmul("cpu", "fp32", concurrent=True) == pytest.approx(0.5e12)

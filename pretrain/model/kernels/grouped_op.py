@@ -6,6 +6,7 @@ units (sequences, or chunks of them) L tokens and Q queries each, B = G * N. `te
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from pretrain.model.kernels.grouping import SequenceGroup, cut_into_units, group
 from pretrain.model.kernels.hash_rng import HEAD_STEP, hash_bits
 from pretrain.model.kernels.kernels import Kernels, heads_first, kernels
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
+from pretrain.model.kernels.native import NativeSequences, prefer_native_attention
 from pretrain.model.kernels.rounding import LENGTH_MULTIPLE, compiles_each_shape
 from pretrain.model.kernels.terms import GroupTerms
 
@@ -97,6 +99,21 @@ class Arguments(NamedTuple):
     def rotary(self) -> _Rotary:
         return _Rotary(self.cos, self.sin, self.interleaved)
 
+    @property
+    def runs_natively(self) -> bool:
+        """Return whether `native` computes the operator, not batched matmuls."""
+        has_terms = (
+            self.distance_bias is not None or self.distance_keys is not None or self.distance_queries is not None
+        )
+        return not has_terms and prefer_native_attention(self.qkv, self.heads, max(self.lengths), self.window)
+
+    @property
+    def native(self) -> NativeSequences:
+        offsets = _offsets(tuple(self.lengths))
+        query_offsets = offsets if self.rows is None else query_boundaries(self.rows, offsets)
+        flags = self.heads, self.interleaved, self.window, self.dropout
+        return NativeSequences(offsets, self.rows, query_offsets, self.keys, self.cos, self.sin, *flags)
+
 
 _DIFFERENTIABLE = "qkv", "bias", "distance_bias", "distance_keys", "distance_queries"
 _NUM_TENSORS = 1 + Arguments._fields.index("row_by_distance")  # the tensors are the first arguments
@@ -115,6 +132,8 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Ar
 def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return (context, log-sum-exp of the scores); takes the fields of `Arguments`."""
     args = Arguments(*arguments).detached()
+    if args.runs_natively:
+        return args.native.forward(args.qkv, args.bias)
     context_RH, lse_RN = _empty_outputs(args)
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     for group in sequence_groups(args):
@@ -149,6 +168,9 @@ def backward_op(
     [R, N] of the forward pass.
     """
     context, lse, args = context.detach(), lse.detach(), Arguments(*arguments).detached()
+    if args.runs_natively:
+        grad_qkv = args.native.backward(grad_context, (context, lse), args.qkv, args.bias)
+        return grad_qkv, _empty_table(args), *args.tables.zero_gradients(args.qkv).pair()
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     grad_tables = tables.zero_gradients(args.qkv)
     grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
@@ -188,6 +210,12 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = Arguments(*arguments)
     return torch.empty_like(args.qkv), _empty_table(args), *args.tables.zero_gradients(args.qkv).pair()
+
+
+@functools.lru_cache(maxsize=8)  # used by every layer, forward and backward
+def _offsets(lengths: tuple[int, ...]) -> Tensor:
+    """Return int32 [S + 1], offsets of sequences with these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The loops of `native.cpp` as differentiable functions of torch, for short sequences on a CPU.
+"""The loops of `native.cpp` as functions of torch, for a CPU.
 
 In a step of 500 tokens, eager torch runs about a hundred small operations per layer. torch.compile needs a minute to
 compile, and then still calls a dozen functions with guards. Here a layer makes nine calls to code that g++ compiles in
@@ -17,22 +17,21 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pretrain.common.measured import rates_file
+from pretrain.common.measured import cpu_has, rates_file
 from pretrain.config import ModelConfig
 from pretrain.model.cost import has_native_loops
-from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 from pretrain.model.kernels.products import weight_gradient
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing"]
+_FLAGS += ["-std=c++17", "-shared", "-fPIC"]
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-# Longest sequences; for longer ones, batched matmuls are faster (docs/benchmarks/lab-notes.md).
-_MAX_LENGTH, _MAX_LENGTH_WITHOUT_GRADIENTS = 128, 256
+_MAX_LENGTH = 512  # batched matmuls of fp32 are faster with longer sequences (docs/benchmarks/lab-notes.md)
 
 
 @functools.cache
@@ -43,7 +42,8 @@ def library() -> ctypes.CDLL | None:
         return None
     cpu = Path("/proc/cpuinfo")
     flags = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    inputs = [_SOURCE.read_text(), *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
+    sources = (path.read_text() for path in sorted(_SOURCE.parent.glob("native*.?pp")))
+    inputs = [*sources, *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
     name = f"native-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         folder = rates_file().parent
@@ -63,24 +63,52 @@ def supports_native(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
 
 
-def use_native_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
-    """Return whether `native_attention` supports these arguments and is faster than batched matmuls."""
-    terms, longest = (layout.rotation, layout.distance_bias, layout.relative), layout.max_seqlen
-    is_global = not options.window or longest <= options.window + 1
-    width = qkv.shape[1] // 3 // options.heads
-    max_length = _MAX_LENGTH if torch.is_grad_enabled() else _MAX_LENGTH_WITHOUT_GRADIENTS
-    fits = not options.fused and longest <= max_length and width % 16 == 0
-    return fits and is_global and all(term is None for term in terms) and supports_native(qkv)
+@functools.cache
+def has_amx() -> bool:
+    """Return whether this CPU multiplies bf16 matrices in AMX tiles."""
+    return cpu_has("amx_bf16")
 
 
-def native_attention(
-    qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """Compute `grouped_op.grouped_attention` in C++."""
-    queries, offsets = layout.queries, layout.cu_seqlens
-    query_offsets = offsets if queries is None else query_boundaries(queries, offsets)
-    indices = queries, layout.seeds, offsets, query_offsets
-    return _Attention.apply(qkv, bias, indices, options)  # pyright: ignore[reportReturnType]
+class NativeSequences(NamedTuple):
+    """The fields of `TokenLayout` and `AttentionOptions` that `native_attention.hpp` reads."""
+
+    offsets: Tensor  # int32 [S + 1]
+    queries: Tensor | None
+    query_offsets: Tensor
+    seeds: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    heads: int
+    interleaved: bool
+    window: int
+    dropout: float
+
+    def forward(self, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute `grouped_op.grouped_attention`, without its gradient."""
+        count = len(qkv) if self.queries is None else len(self.queries)
+        context_RH, lse_RN = qkv.new_empty(count, qkv.shape[1] // 3), torch.empty(count, self.heads)
+        _call("attention", qkv, self._struct(qkv), qkv, _fp32(bias), context_RH, lse_RN)
+        return context_RH, lse_RN
+
+    def backward(self, grad: Tensor, output: tuple[Tensor, Tensor], qkv: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the gradient of `qkv`, given the gradient of the context and the results of `forward`."""
+        grad_qkv = torch.empty_like(qkv)
+        operands = qkv, _fp32(bias), *output, grad.contiguous(), grad_qkv
+        _call("attention_backward", qkv, self._struct(qkv), *operands)
+        return grad_qkv
+
+    def _struct(self, qkv: Tensor) -> Any:
+        tensors = self.offsets, self.queries, self.query_offsets, self.seeds, self.cos, self.sin
+        addresses = map(_address, tensors)
+        sizes = len(self.offsets) - 1, self.heads, qkv.shape[1] // 3 // self.heads
+        return ctypes.byref(_Sequences(*addresses, *sizes, self.interleaved, self.window, self.dropout))
+
+
+def prefer_native_attention(qkv: Tensor, heads: int, longest: int, window: int) -> bool:
+    """Return whether `NativeSequences` supports these arguments and is faster than batched matmuls."""
+    fast_matmul = qkv.dtype == torch.float32 or has_amx()
+    is_faster = bool(window) or longest <= _MAX_LENGTH or not fast_matmul
+    return is_faster and qkv.shape[1] // 3 // heads % 16 == 0 and supports_native(qkv)
 
 
 def prefer_native(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
@@ -122,10 +150,10 @@ def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *te
     _call("adamw", weights, *gradient.shape, *buffers, divisor, *map(float, scalars))
 
 
-class _Sequences(ctypes.Structure):  # as in native.cpp
+class _Sequences(ctypes.Structure):  # as in native_attention.hpp
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("offsets", "queries", "query_offsets", "seeds")),
-        *((name, ctypes.c_long) for name in ("count", "heads", "width")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "queries", "query_offsets", "seeds", "cos", "sin")),
+        *((name, ctypes.c_long) for name in ("count", "heads", "width", "interleaved", "window")),
         ("dropout", ctypes.c_double),
     ]
 
@@ -136,41 +164,19 @@ def _call(name: str, like: Tensor, *arguments: Any) -> None:
     function(*(_to_ctype(x) for x in arguments))
 
 
+def _address(x: Tensor | None) -> ctypes.c_void_p:
+    assert x is None or x.is_contiguous()
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
 def _to_ctype(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return ctypes.c_void_p(x.data_ptr())
+    if x is None or isinstance(x, Tensor):
+        return _address(x)
     return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_long(x) if isinstance(x, int) else x
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, indices: tuple[Tensor | None, ...], options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        ctx.indices, ctx.options = indices, options
-        queries, width = indices[0], qkv.shape[1] // 3
-        count = len(qkv) if queries is None else len(queries)
-        context_RH, lse_RN = qkv.new_empty(count, width), torch.empty(count, options.heads)
-        bias = None if bias is None else bias.float()
-        _call("attention", qkv, _sequences(ctx, qkv), qkv, bias, context_RH, lse_RN)
-        ctx.save_for_backward(qkv, bias, context_RH, lse_RN)
-        ctx.mark_non_differentiable(lse_RN)
-        return context_RH, lse_RN
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, bias, context_RH, lse_RN = ctx.saved_tensors
-        grad_qkv = torch.empty_like(qkv)
-        saved = qkv, bias, context_RH, lse_RN
-        _call("attention_backward", qkv, _sequences(ctx, qkv), *saved, grads[0].contiguous(), grad_qkv)
-        return grad_qkv, None if bias is None else grad_qkv.sum(0), None, None
-
-
-def _sequences(ctx: Any, qkv: Tensor) -> Any:
-    queries, seeds, offsets, query_offsets = ctx.indices
-    addresses = (None if x is None else x.data_ptr() for x in (offsets, queries, query_offsets, seeds))
-    heads, dropout = ctx.options.heads, ctx.options.dropout
-    return ctypes.byref(_Sequences(*addresses, len(offsets) - 1, heads, qkv.shape[1] // 3 // heads, dropout))
+def _fp32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 class _AfterAttention(torch.autograd.Function):
