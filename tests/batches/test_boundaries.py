@@ -211,7 +211,7 @@ def test_the_cache_holds_the_windows_that_a_batch_reads() -> None:
         for first, last in ((0, 0), (0, 5), (3, blocks // 2), (blocks - 3, blocks), (blocks - 9, blocks - 4)):
             counts, opened = np.full(blocks, 10), OpenWindow(1, first, last) if last else None
             order = SourceOrder(counts, np.uint64(3), window, opened)
-            most, batch = sum(map(len, order.largest_adjacent())), 10 * min(window, blocks)
+            most, batch = sum(map(len, order.largest_window_group())), 10 * min(window, blocks)
             begin = order.first_sample(1, first)
             found = []
             for sample in range(begin, begin + 25 * blocks):
