@@ -286,8 +286,8 @@ class SourceSamples:
     def _spans(
         self, window: _LoadedWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
-        """Return (spans, units) of samples, given their blocks and indices in these. `_plan_layer` later sets the `cell`,
-        and `_plan_pairs` the `first_sentence` and `starts_at_sentence`.
+        """Return (spans, units) of samples, given their blocks and indices in these. `_plan_layer` later sets `cell`;
+        `_plan_pairs` sets `first_sentence` and `starts_at_sentence`.
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
         shuffled = permute(sample, window.samples.counts[block], shuffle_key)
