@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Approximate number n of sequences in a part. The tokens of parts differ by about s / sqrt(n), where s is the relative
-# standard deviation of the lengths: by 0.3 % for s = 0.3.
-PART_SEQUENCES = 8192
+PART_SEQUENCES = 8192  # approximate sequences n of a part; if lengths deviate by s, parts deviate by s / sqrt(n)
 _MIN_VECTORIZED = 32  # minimum sequences of a vectorized step; for fewer, a heap is faster
 _INT16_END = 1 << 15  # lengths below this are sorted as 16-bit integers, in linear time
 

@@ -119,8 +119,7 @@ def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
     """Concatenate sequences, which must be in ascending order of length, into one unpadded micro-batch."""
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    pairs = zip(sequences, starts, strict=False)
-    masked_rows = np.concatenate([sequence.masked_positions + start for sequence, start in pairs])
+    masked_rows = np.concatenate([s.masked_positions + start for s, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),

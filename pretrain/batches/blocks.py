@@ -80,9 +80,7 @@ class Units:
         self.samples = int(self._samples_before[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return (unit, index in the unit) of each sample [B], given its block (an index into `indices`) and its index
-        in the block.
-        """
+        """Return (unit, index in the unit) of samples [B], given (index into `indices`, index in the block) of each."""
         sample = sample + self._samples_before[block]
         unit = np.searchsorted(self._unit_ends, sample.astype(self._unit_ends.dtype), side="right")
         before = self._unit_ends[unit - 1].astype(np.int64)
@@ -93,8 +91,7 @@ class Units:
         sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.crosses_documents:
             stop = blocks["last"]
-            size = end - start + stop - document - 1
-            return Unit(shard, start, size, document, stop, *sentences), sample - before
+            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - before
         document = document + unit - self._units_before[block]
         start = np.maximum(start, self._text.document_start(shard, document))
         size = np.minimum(end, self._text.document_start(shard, document + 1)) - start

@@ -217,10 +217,7 @@ class _Search:
         *,
         keep_first: np.ndarray | bool,
     ) -> None:
-        """Cut the spans `rows` at the sentence start in [lower, upper] nearest to `target`, else at `target`.
-
-        Where `keep_first` is true, the part before the cut becomes the span, elsewhere the part after it.
-        """
+        """Cut the spans `rows` at the sentence start in [lower, upper] nearest to `target`, else at `target`."""
         if not len(rows):
             return
         spans = self.spans

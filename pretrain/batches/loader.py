@@ -125,12 +125,8 @@ class Loader:
         self._queue: queue.Queue[_QueueItem] = queue.Queue(depth)
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
-        self.thread = threading.Thread(
-            target=self._produce,
-            args=(settings, start_step),
-            name=f"loader-{rank}",
-            daemon=True,
-        )
+        name, arguments = f"loader-{rank}", (settings, start_step)
+        self.thread = threading.Thread(target=self._produce, args=arguments, name=name, daemon=True)
         self.thread.start()
 
     @property

@@ -33,7 +33,7 @@ class SamplePlan:
     lengths: np.ndarray  # number of tokens, including special tokens
     document: np.ndarray  # index of the document that contains the first token; used only if segments cross documents
     separators: np.ndarray  # number of separators between the documents of the segment
-    ends_at_sentence: np.ndarray  # bool, whether the sample ends at a sentence boundary
+    ends_at_sentence: np.ndarray  # bool, whether the end of the sample is a sentence boundary
 
     @property
     def content_length(self) -> np.ndarray:
