@@ -1,4 +1,5 @@
-"""Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3).
+"""Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3 in
+docs/invariants.md).
 
 There are two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into
 parts: consecutive samples for a group of consecutive ranks, regardless of their lengths. Then the sequences of a part

@@ -1,4 +1,4 @@
-"""Blocks of a source, the order of an epoch, and windows of blocks (invariant 1).
+"""Blocks of a source, the order of an epoch, and windows of blocks (invariant 1 in docs/invariants.md).
 
 An epoch reads the blocks of a source in a keyed random order. Consecutive blocks in this order form a window. The
 samples of each block of a window are shuffled and evenly interleaved with the samples of its other blocks. So a machine
@@ -75,7 +75,7 @@ class Units:
         self._text, self._blocks, self._indices, self._cutting = text, blocks, indices, cutting
         unit_counts = [cutting.count(self._sizes(index)) for index in indices.tolist()]
         self._units_before = np.cumsum([0, *map(len, unit_counts)])  # number of units before each block
-        self._samples_before = np.cumsum([0, *(int(block.sum()) for block in unit_counts)])  # before each block
+        self._samples_before = np.cumsum([0, *(int(block.sum()) for block in unit_counts)])  # samples before each block
         self._unit_ends = np.cumsum(np.concatenate([*unit_counts, np.zeros(0, np.int64)])).astype(np.uint32)
         self.samples = int(self._samples_before[-1])
 
@@ -102,8 +102,7 @@ class Units:
         start, end, first, stop = bounds_of(self._blocks, index)
         if self._cutting.crosses_documents:
             return np.array([end - start + stop - first - 1])
-        starts = self._text.document_starts(int(self._blocks.shard[index]), first, stop + 1).clip(start, end)
-        return np.diff(starts)
+        return np.diff(self._text.document_starts(int(self._blocks.shard[index]), first, stop + 1).clip(start, end))
 
 
 class Window:
@@ -267,11 +266,11 @@ def _source_counts(text: ShardText, blocks: Blocks, cutting: Cutting, shards: To
     if not len(blocks):
         return np.zeros(0, np.uint32)
     path = counts_file(shards, source, cutting, len(blocks))
-    if (stored := _stored_counts(path, len(blocks))) is not None:
+    if (stored := _load_counts(path, len(blocks))) is not None:
         return stored
     if shards.shards[int(blocks.shard[0])].cache is not None:
         with locked(path.with_suffix(".lock")):  # only one process of a machine reads the document offsets
-            stored = _stored_counts(path, len(blocks))
+            stored = _load_counts(path, len(blocks))
             return _store_counts(path, _streamed_counts(blocks, cutting, shards)) if stored is None else stored
     block_counts = (Units(text, blocks, np.array([index]), cutting).samples for index in range(len(blocks)))
     counts = np.fromiter(block_counts, np.uint32, len(blocks))
@@ -279,7 +278,7 @@ def _source_counts(text: ShardText, blocks: Blocks, cutting: Cutting, shards: To
     return _store_counts(path, counts) if shards.split == "train" and shards.folder.exists() else counts
 
 
-def _stored_counts(path: Path, blocks: int) -> np.ndarray | None:
+def _load_counts(path: Path, blocks: int) -> np.ndarray | None:
     with contextlib.suppress(OSError, ValueError):
         stored = np.load(path, allow_pickle=False)
         if (stored.dtype, stored.shape) == (np.dtype(np.uint32), (blocks,)):
@@ -295,7 +294,7 @@ def _store_counts(path: Path, counts: np.ndarray) -> np.ndarray:
 
 def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
     """Count the samples of a streamed source from its document offsets: 16 bytes per document are read."""
-    logger.info("%s: counting samples of a new sequence length; `prepare` with this config does it once", shards.folder)
+    logger.info("%s: counting samples of a new sequence length; `prepare` with this config avoids this", shards.folder)
     counts = np.zeros(len(blocks), np.uint32)
     for shard in np.unique(blocks.shard).tolist():
         cache = shards.shards[shard].cache

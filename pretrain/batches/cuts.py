@@ -156,7 +156,7 @@ class Cutting:
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, stop = group * parts // groups, (group + 1) * parts // groups
         above_minimum = size // np.maximum(parts, 1) - self._min_part_tokens
-        # Group edges lie on a grid longer than the unit by `stretch` tokens and shifted by a random offset.
+        # Group edges lie on a grid that is longer than the unit by `stretch` tokens and shifted by `offset`.
         stretch = np.maximum(np.minimum(above_minimum, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
         # Both edges of a group may move, each by up to half of the tokens that its parts leave free.
@@ -165,8 +165,8 @@ class Cutting:
 
         def group_edge(rows: np.ndarray, part_index: np.ndarray) -> tuple[np.ndarray, ...]:
             target = part_index * (size + stretch)[rows] // parts[rows] - offset[rows]
-            moved = below(search.bits(rows, part_index), 2 * reach[rows] + 1) - reach[rows]
-            return target + moved, target - reach[rows], target + reach[rows]
+            shift = below(search.bits(rows, part_index), 2 * reach[rows] + 1) - reach[rows]
+            return target + shift, target - reach[rows], target + reach[rows]
 
         for part_index, is_stop in ((stop, True), (first, False)):
             rows = np.flatnonzero((group < groups - 1) if is_stop else (group > 0))
@@ -183,8 +183,8 @@ class Cutting:
             free = (high - low) * self.capacity - (end - start)
             lower = np.maximum(end - (high - middle) * self.capacity, start + (middle - low) * self._min_part_tokens)
             upper = np.minimum(start + (middle - low) * self.capacity, end - (high - middle) * self._min_part_tokens)
-            moved = below(search.bits(rows, middle), free // 2 + 1) - free // 4
-            target = start + (end - start) * (middle - low) // (high - low) + moved
+            shift = below(search.bits(rows, middle), free // 2 + 1) - free // 4
+            target = start + (end - start) * (middle - low) // (high - low) + shift
             search.cut(rows, target.clip(lower, upper), lower, upper, keep_first=is_low)
             first[rows], stop[rows] = np.where(is_low, low, middle), np.where(is_low, middle, high)
 

@@ -125,8 +125,8 @@ class Loader:
         self._queue: queue.Queue[_QueueItem] = queue.Queue(depth)
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
-        name, arguments = f"loader-{rank}", (settings, start_step)
-        self.thread = threading.Thread(target=self._produce, args=arguments, name=name, daemon=True)
+        name = f"loader-{rank}"
+        self.thread = threading.Thread(target=self._produce, args=(settings, start_step), name=name, daemon=True)
         self.thread.start()
 
     @property
@@ -159,8 +159,8 @@ class Loader:
         """Return the next batch, None at the end, or an error."""
         item = self._ahead.popleft() if self._ahead else self._fetch()
         if self._exchange is not None and isinstance(item, (StepBatch, Future)):
-            # Request the exchange for the next step. All ranks take the same steps, so they have always requested the
-            # same number of exchanges, wherever they stop.
+            # Request the exchange for the next step. All ranks take the same steps, so whenever they stop, they have
+            # requested the same number of exchanges.
             self._ahead.append(self._fetch())
         if not isinstance(item, Future):
             return item
@@ -179,7 +179,7 @@ class Loader:
         return self._exchange.submit(item.counts, count, lambda counts, largest: self._complete(item, counts, largest))
 
     def _complete(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
-        """Add the counts of all ranks to a share; split it into as many micro-batches as the rank with the most has."""
+        """Complete a share with the counts of all ranks, split into `micro_batches`, the maximum over all ranks."""
         if micro_batches > len(share.micro_batches):
             split = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
             share = self._pinned(split)

@@ -48,7 +48,7 @@ def make_rollback(
     """Return the rollback to `step` of a run that has read the data of its first `steps_read` steps."""
     phase, phase_step = config.phase_at(steps_read - 1)
     sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=previous)
-    all_progress = sampler.read_after(config.phases[phase].first_sample(phase_step + 1))
+    all_progress = sampler.progress_after(config.phases[phase].first_sample(phase_step + 1))
     pairs = zip(_source_names(shards), all_progress, strict=True)
     return Rollback(step, [[*source, *astuple(progress)] for source, progress in pairs if progress is not None])
 
@@ -96,8 +96,8 @@ def phase_samplers(
         )
         sampler = make_sampler(resumed=resumed)
         yield sampler
-        planned_progress = (make_sampler() if resumed else sampler).read_after(settings.sequences)
-        resumed = resumed and (0, sampler.read_after(settings.sequences))
+        planned_progress = (make_sampler() if resumed else sampler).progress_after(settings.sequences)
+        resumed = resumed and (0, sampler.progress_after(settings.sequences))
 
 
 def _rollback_progress(rollback: Rollback, shards: TokenShards) -> list[SourceProgress | None]:
@@ -125,7 +125,7 @@ class Sampler:
     Args:
         phase: the phase that sets the share of each source; without it, the weights in the corpus apply.
         where: path of `phase` in the config, for errors.
-        start: progress in each source at the planned start of the phase, from `read_after`.
+        start: progress in each source at the planned start of the phase, from `progress_after`.
         resumed: after a rollback: (first sample, progress in each source before it).
         batch_size: number of samples in a batch; windows are large enough for a batch.
         block_tokens: approximate tokens per block; by default, the blocks of the corpus are used.
@@ -181,7 +181,7 @@ class Sampler:
                 fingerprint=shards.source_fingerprint(index),
                 seed=seed,
                 window_blocks=window_blocks_for(source_counts, batch_size, share, total_blocks),
-                before=self._start[index],
+                progress=self._start[index],
                 machine=machine,
                 streamed=_streamed_blocks(shards, source_blocks),
             )
@@ -200,7 +200,7 @@ class Sampler:
     def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
         """Return the index of the first sample of each source after its `progress`."""
         pairs = zip(self.sources, progress, strict=True)
-        return [source.first_after(before) if source.samples else 0 for source, before in pairs]
+        return [source.first_after(position) if source.samples else 0 for source, position in pairs]
 
     @contextlib.contextmanager
     def keep_text_cached(self) -> Iterator[None]:
@@ -263,21 +263,21 @@ class Sampler:
         limited._mixture = Mixture(counts)
         return limited
 
-    def read_after(self, samples: int) -> list[SourceProgress | None]:
+    def progress_after(self, samples: int) -> list[SourceProgress | None]:
         """Return the progress in each source after the first `samples`: the `start` of the next phase's sampler."""
         counts = self._mixture.counts(samples)
         columns = zip(self.sources, self._offsets, counts, self._earlier_counts, self._start, strict=True)
         return [
-            source.progress(offset + count) if count > earlier else before
-            for source, offset, count, earlier, before in columns
+            source.progress(offset + count) if count > earlier else start
+            for source, offset, count, earlier, start in columns
         ]
 
     def skipped_tokens(self, source: int, reader: SourceSamples | None) -> int:
         """Count the tokens of a source that this sampler skips: the rest of the open window of `reader`, which read the
         source last; 0 if both cut samples in the same way.
         """
-        before = self._start[source]
-        return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
+        start = self._start[source]
+        return reader.count_unread(start) if reader and start and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """Return the index of the machine that reads each sample, int64 [B]; all read nearly the same number."""

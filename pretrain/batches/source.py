@@ -21,7 +21,7 @@ from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
 _CELL_SAMPLES = 8  # samples of a cell (`pairs`) per token of capacity, so that most lengths of B occur several times
-_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2
+_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2  # number of layers and windows that are cached
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # 2^32 / golden ratio: its multiples modulo 2^32 are evenly spread
 _OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # number of samples processed at a time
 _WINDOW_BITS = 32  # bits for the index of a window in an epoch
@@ -35,7 +35,7 @@ V = TypeVar("V")
 class SourceProgress:
     """Position in a source, independent of how the source was read, so that invariant 1 holds across phases."""
 
-    cutting: str  # identity of the `Cutting`; a sampler with another one continues after the open window
+    cutting: str  # identity of the `Cutting`; a sampler with another cutting continues after the open window
     sample: int  # index of the next sample, counted across epochs
     epoch: int
     start: int  # start of the open (partly read) window in the epoch's block order
@@ -72,7 +72,7 @@ class SourceSamples:
         counts: number of samples of each block, [N].
         fingerprint: digest of the source's tokens.
         window_blocks: minimum number of blocks of a window.
-        before: position up to which the source has been read; None for the start.
+        progress: position up to which the source has been read; None for the start.
         machine: the machine whose samples can be planned (`owners`).
         streamed: the cache of the source's blocks, if the source is streamed.
     """
@@ -89,15 +89,15 @@ class SourceSamples:
         fingerprint: str,
         seed: int,
         window_blocks: int,
-        before: SourceProgress | None,
+        progress: SourceProgress | None,
         machine: Machine,
         streamed: StreamedBlocks | None,
     ) -> None:
         self._machine, self._streamed = machine, streamed
-        self.held_windows: list[_LoadedWindow] | None = None  # unless None, windows whose text stays cached
+        self.held_windows: list[_LoadedWindow] | None = None  # windows whose text stays cached, if not None
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         self.cutting = str(cutting.identity)
-        window = before and before.window(len(counts), is_continued=before.cutting == self.cutting)
+        window = progress and progress.window(len(counts), is_continued=progress.cutting == self.cutting)
         # The block order is the same for all sequence lengths, so that a phase knows which blocks earlier phases read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks, window)
         key = root_key(fingerprint, seed, self.cutting)
@@ -112,21 +112,25 @@ class SourceSamples:
         """Number of samples in an epoch."""
         return self.order.samples
 
-    def first_after(self, before: SourceProgress | None) -> int:
-        """Return the index of the first sample after `before`."""
-        if before is None:
+    def first_after(self, progress: SourceProgress | None) -> int:
+        """Return the index of the first sample after `progress`."""
+        if progress is None:
             return 0
-        return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.stop)
+        if progress.cutting == self.cutting:
+            return progress.sample
+        return self.order.first_sample(progress.epoch, progress.stop)
 
     def progress(self, sample: int) -> SourceProgress:
         """Return the position in the source before `sample`."""
         window = self.order.open_window(sample)
         return SourceProgress(self.cutting, sample, window.epoch, window.start, window.stop)
 
-    def unread(self, before: SourceProgress) -> int:
-        """Count the unread tokens in the open window of `before`, by planning its remaining samples."""
-        end = self.order.first_sample(before.epoch, before.stop) if before.start < before.stop else before.sample
-        batches = range(before.sample, end, _COUNT_BATCH)
+    def count_unread(self, progress: SourceProgress) -> int:
+        """Count the unread tokens in the open window of `progress`, by planning its remaining samples."""
+        end = progress.sample
+        if progress.start < progress.stop:
+            end = self.order.first_sample(progress.epoch, progress.stop)
+        batches = range(progress.sample, end, _COUNT_BATCH)
         return sum(int(self.plan(np.arange(n, min(n + _COUNT_BATCH, end))).content_length.sum()) for n in batches)
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
@@ -251,13 +255,13 @@ class SourceSamples:
 
     def _plan_window(self, window: _LoadedWindow, window_samples: np.ndarray) -> SamplePlan:
         """Plan the samples with these indices in a window, int64 [B]."""
-        block, sample = window.samples.locate(window_samples)
+        block, sample = window.sample_order.locate(window_samples)
         if not self._pairs.has_classifier:
             return self._plan_single(*self._spans(window, window_samples, block, sample))
-        counts = window.samples.counts
+        counts = window.sample_order.counts
         # A layer has one cell per share and the same fraction of each block, so its samples are read close together.
         shares = 1 + int(window.share.max())
-        layers = max(1, window.samples.samples // (shares * _CELL_SAMPLES * self._cutting.capacity))
+        layers = max(1, window.sample_order.samples // (shares * _CELL_SAMPLES * self._cutting.capacity))
         layer = ((sample + 1) * layers - 1) // counts[block]
         plans, positions = [], []
         for layer_index in np.unique(layer).tolist():
@@ -275,10 +279,9 @@ class SourceSamples:
         key = (window.epoch, window.first_sample, layer_index)
         plan = self._layers.get(key)
         if plan is None:
-            local = window.local_blocks
-            block = np.repeat(local, (high - low)[local])
-            sample = ranges(low[local], (high - low)[local])
-            spans, _ = self._spans(window, window.samples.index(block, sample), block, sample)
+            local, sizes = window.local_blocks, high - low
+            block, sample = np.repeat(local, sizes[local]), ranges(low[local], sizes[local])
+            spans, _ = self._spans(window, window.sample_order.index(block, sample), block, sample)
             plan = self._plan_pairs(replace(spans, cell=window.share[block]))
             self._layers.put(key, plan)
         return plan
@@ -289,8 +292,8 @@ class SourceSamples:
         """Return (spans, units) of samples, given their blocks and indices in these. `_plan_layer` later sets `cell`;
         `_plan_pairs` sets `first_sentence` and `starts_at_sentence`.
         """
-        shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
-        shuffled = permute(sample, window.samples.counts[block], shuffle_key)
+        shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.sample_order.blocks[block])
+        shuffled = permute(sample, window.sample_order.counts[block], shuffle_key)
         unit, unit_sample = window.units.find(np.searchsorted(window.local_blocks, block), shuffled)
         shard_id = self._shard_in_source[unit.shard] << _OFFSET_BITS
         key = draw(draw(self._cut_key, window.epoch), shard_id + unit.start)
@@ -375,7 +378,7 @@ class _LoadedWindow:
 
     epoch: int
     first_sample: int  # index of the window's first sample in the epoch
-    samples: Window
+    sample_order: Window
     share: np.ndarray  # index of each block's share of the window, int64 [W]; couples are formed within a share
     local_blocks: np.ndarray  # indices of this machine's blocks within the window, int64
     owner: np.ndarray  # index of the machine that reads each sample, int16 [S]

@@ -32,8 +32,7 @@ def choose_graphs(
     needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
     if (total := sum(needed.values())) > memory:
         return False, f"CUDA graphs would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f} GB"
-    configs = with_graphs(config, False), with_graphs(config, True)
-    launched, recorded = (_expected_ms(one, vocabulary_size, lengths, gpus) for one in configs)
+    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary_size, lengths, gpus) for on in (False, True))
     times = f"a step is expected to take {launched:,.1f} ms without CUDA graphs and {recorded:,.1f} ms with them"
     return recorded < launched, times
 

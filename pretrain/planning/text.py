@@ -128,9 +128,8 @@ def _expected_phase_lines(
             return
         shares = np.array(mix.shares) / sum(mix.shares)
         epochs_read = before + shares * phase.sequences / np.maximum(samples, 1)
-        phase_epochs = (epochs_read - before).tolist()
-        statistics = zip(shares.tolist(), phase_epochs, epochs_read.tolist(), mix.capped, strict=True)
-        by_source = zip(corpus.sources, statistics, strict=True)
+        columns = zip(shares.tolist(), (epochs_read - before).tolist(), epochs_read.tolist(), mix.capped, strict=True)
+        by_source = zip(corpus.sources, columns, strict=True)
         lines = (SourceReading(source["name"], *values).line for source, values in by_source if values[0])
         if len(corpus.sources) > 1:
             yield f"phases.{index}: about {'; '.join(lines)}"

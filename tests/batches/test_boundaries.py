@@ -181,7 +181,7 @@ def test_at_another_length_the_open_window_alone_is_left_out(shards: TokenShards
     times: dict[tuple[int, int], np.ndarray] = {}  # (source, epoch) -> reads of each token
     before: Any = [None] * 3
     for phase, made in zip(config.phases, phase_samplers(shards, config, seed=0), strict=True):
-        after = made.read_after(phase.sequences)
+        after = made.progress_after(phase.sequences)
         for source, its in enumerate(made.sources[:2]):
             samples = np.arange(its.first_after(before[source]), after[source].sample)  # type: ignore[union-attr]
             for epoch in np.unique(samples // its.samples).tolist():
