@@ -76,7 +76,7 @@ class MaskingScheme:
 
 
 def word_heads(tokens: PackedTokens, candidates: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
-    """Return which of the `candidates` (ascending indices of all non-special tokens) start a word.
+    """Find the tokens that start a word; `candidates` are the ascending indices of all non-special tokens.
 
     Returns ascending indices into `candidates`, int64. The first token after a special token always starts a word.
     """

@@ -98,14 +98,14 @@ class Objective(ABC):
         return {"compile": engine.compiled, "activation_checkpointing": engine.activation_checkpointing}
 
     def check_resumed(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Raise `InputError` if the checkpoint with this `state` belongs to a run with another frozen model."""
+        """Raise `InputError` if the checkpoint with this `state` was made with another frozen model."""
         for role, current in self.identity.items():
             saved = state.get(role)
             if saved is None or saved["fingerprint"] != current["fingerprint"]:
                 previous = f"{saved['folder']} ({saved['fingerprint'][:12]})" if saved else "none"
                 raise InputError(
                     f"{checkpoint}: its {role} was {previous}, and {self.setting} is {current['folder']} "
-                    f"({current['fingerprint'][:12]}). Use the same one, or start a new run."
+                    f"({current['fingerprint'][:12]}). Use the same {role}, or start a new run."
                 )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -70,7 +70,7 @@ def dry_run(
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
     graphs = ""
     if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
-        graphs = "\n  engine.cuda_graphs: auto; chosen by the GPUs when the run starts"
+        graphs = "\n  engine.cuda_graphs: auto; chosen for the GPUs when the run starts"
     if cluster and device == "cuda":
         enabled, reason = choose_graphs(config, vocabulary_size, lengths, [cluster.name] * cluster.workers)
         config = with_graphs(config, enabled)
@@ -92,11 +92,11 @@ def dry_run(
 
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
     """Raise `InputError`, prefixed with `where`, if a batch cannot be balanced across `workers`."""
-    for number, phase in enumerate(config.phases):
+    for index, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
-            if sequences and (reason := config.balance_problem(number, sequences, workers)):
-                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {reason}.")
+            if sequences and (reason := config.balance_problem(index, sequences, workers)):
+                raise InputError(f"{where}: phases.{index}.{name} ({sequences}) {reason}.")
 
 
 # ---- Time
@@ -180,11 +180,11 @@ def _parameter_lines(config: PretrainConfig, vocabulary_size: int) -> str:
 
 def _embedding_note(model: ModelConfig, vocabulary_size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
-    return f"{vocabulary_size:,} words{positions}{', 2 segments' if model.token_types else ''}"
+    return f"{vocabulary_size:,} tokens{positions}{', 2 segments' if model.token_types else ''}"
 
 
 def _describe_layers(model: ModelConfig) -> str:
-    return f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
+    return f"{model.layers} of hidden size {model.hidden}, {model.heads} heads, feed-forward size {model.intermediate}"
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
@@ -246,8 +246,8 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     )
     objective = make_objective(config)
     if role := objective.frozen_role:
-        note = f"both count the {role}'s forward pass"
-        note = note if read_frozen_config(config) else f"the {role} cannot be read: not counted"
+        note = f"FLOP and executed include the {role}'s forward pass"
+        note = note if read_frozen_config(config) else f"the {role} cannot be read, so it is not counted"
         lines.append(f"  {attrgetter(objective.setting)(config)}: {note}")
     if config.optimizer.name == "muon":
         flops = optimizer_flops(config)

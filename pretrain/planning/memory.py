@@ -27,11 +27,11 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 
     On CUDA this is the memory that torch allocates. Tensors that are not needed simultaneously share memory:
     activations are freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed
-    memory and cannot always reuse it, so there both are added.
+    memory and cannot always reuse it, so all tensors are added.
 
     weights       the weights that the model computes with: all of them, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights, the optimizer's moments, and averaged weights if configured
-    gradients     their sums, from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
+    gradients     gradient sums, from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   tensors saved for the backward pass of one micro-batch, and the working space of one layer
     logits        logits of the masked tokens and their gradient; like activations, twice with CUDA graphs
     (a role)      the frozen model, by its role: its weights, and the working space of its forward pass
@@ -81,7 +81,7 @@ def _frozen_bytes(config: PretrainConfig, vocabulary_size: int, workers: int) ->
 
 
 def _extra_state_bytes(config: PretrainConfig, parameters: int) -> int:
-    """Return the bytes of optimizer state over all workers, minus AdamW's; negative for Muon, which needs less."""
+    """Return the bytes of optimizer state over all workers, beyond AdamW's; negative for Muon, which needs less."""
     averages = 4 * parameters if any(phase.averaged_share for phase in config.phases) else 0
     matrices = sum(total(cost.hidden_matrices(shape)) for shape in make_objective(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)

@@ -120,7 +120,7 @@ def _expected_phase_lines(
         tokens[shard.source] += len(shard.tokens)
     for index, phase in enumerate(config.phases):
         samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), epochs_read
-        counts = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if all of it is held out
+        counts = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if a source is held out
         try:
             mix = plan_mix(replace(corpus, shards=shards), phase, counts, list(before * samples), f"phases.{index}")
         except InputError as error:  # not raised: mean lengths give only an estimate

@@ -259,7 +259,7 @@ def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
     scheduling = {"workers": 8, "address": "10.0.0.5:6379"}
     text = estimate.dry_run(make_config(scheduling=scheduling))
     assert "8 GPU workers (assumed), bf16" in text
-    assert "cuda_graphs: auto; chosen by the GPUs" in text
+    assert "cuda_graphs: auto; chosen for the GPUs" in text
     assert "  process " not in text
 
 
@@ -291,7 +291,7 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, wor
 @pytest.mark.parametrize(
     ("model", "embeddings"),
     [
-        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments"),
+        ({"size": "mini"}, "30,522 tokens, 512 positions, 2 segments"),
         (TINY | {"family": "eurobert"}, "30,522 words"),
     ],
 )
