@@ -358,12 +358,12 @@ def _config_cells(name: str, model: str, steps: str, text: str, time: str) -> li
     """Return the cells of a config's row. Measurements and references to other configs or checkpoints stay."""
     from pretrain.config import load_config
     from pretrain.planning.estimate import dry_run
-    from pretrain.planning.work import phase_work, vocabulary_size
+    from pretrain.planning.work import phase_work, vocabulary_rows
 
     if "`" in model:  # as another config
         return [model, steps, text, time]
     config = load_config(examples()[name], ["corpus.dir=not-prepared"])  # else the numbers would be those of its text
-    size = vocabulary_size(config)
+    size = vocabulary_rows(config)
     tokens = sum(phase.sequences * phase_work(config, phase, size).mean_length for phase in config.phases)
     lengths = ", then ".join(dict.fromkeys(f"{phase.sequence_length:,}" for phase in config.phases))
     steps = f"{config.total_steps:,} of {lengths}; {_large(tokens)} tokens"

@@ -1,10 +1,11 @@
-"""Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3).
+"""Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3 in
+docs/invariants.md).
 
 There are two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into
 parts: consecutive samples for a group of consecutive ranks, regardless of their lengths. Then the sequences of a part
 are balanced across its ranks and micro-batches, which needs only the lengths in this part. Samples are in random
 order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch has only one part.
-If machines read different text, each machine's samples are a part (`source.SourceSamples.owners`).
+If machines read different text, each machine's samples are a part (see `source.SourceSamples.owners`).
 """
 
 import heapq
@@ -12,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Tokens of parts of n sequences differ by s / sqrt(n), for a relative deviation s of lengths: by 0.3 % for s = 0.3.
-PART_SEQUENCES = 8192
+PART_SEQUENCES = 8192  # approximate sequences n of a part; if lengths deviate by s, parts deviate by s / sqrt(n)
 _MIN_VECTORIZED = 32  # minimum sequences of a vectorized step; for fewer, a heap is faster
 _INT16_END = 1 << 15  # lengths below this are sorted as 16-bit integers, in linear time
 
@@ -25,8 +25,8 @@ class BatchPart:
     first_sample: int  # index of the first sample in the batch
     sequences: int  # number of consecutive samples
     first_rank: int
-    ranks: int
-    machine: int = -1  # index of the machine that reads the samples; -1: any machine
+    ranks: int  # number of consecutive ranks
+    machine: int = -1  # if >= 0, only the samples that the machine with this index reads are in the part
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Assignment:
 
     descending: np.ndarray  # int64 [B], indices of the sequences in descending order of length
     micro_batch: np.ndarray  # int64 [B], index of the micro-batch of each sequence, in the order of `descending`
-    micro_batches: int  # number of micro-batches of each rank
+    micro_batches: int  # number of micro-batches per rank
 
     def members(self, micro_batch: int) -> np.ndarray:
         """Return the indices of the sequences of a micro-batch in ascending order of length, int64."""
@@ -78,9 +78,9 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
     """
     longest = int(lengths.max())
     descending = np.argsort(-lengths.astype(np.int16 if longest < _INT16_END else np.int64), kind="stable")
-    ordered = lengths[descending]
-    micro_batches = max(micro_batches, -(-int(ordered.sum()) // (ranks * budget)))
-    while (assignment := _longest_first(ordered, ranks * micro_batches, budget)) is None:
+    descending_lengths = lengths[descending]
+    micro_batches = max(micro_batches, -(-int(descending_lengths.sum()) // (ranks * budget)))
+    while (assignment := _assign_by_length(descending_lengths, ranks * micro_batches, budget)) is None:
         micro_batches += 1
     return Assignment(descending, assignment, micro_batches)
 
@@ -92,42 +92,42 @@ def balanced_part(index: int, count: int, sequences: int, world_size: int) -> Ba
     return BatchPart(first, stop_rank * sequences // world_size - first, first_rank, stop_rank - first_rank)
 
 
-def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """Return the bin (of `count`) for each of the `descending` lengths, int64 [B]; None if a bin would exceed `budget`.
+def _assign_by_length(lengths: np.ndarray, count: int, budget: int) -> np.ndarray | None:
+    """Return the bin (of `count`) of each sequence, given descending `lengths`; None if a bin would exceed `budget`.
 
-    Bins are sorted by load, then index, both packed in one integer. In one vectorized step, each bin in the longest
-    possible prefix gets a sequence: the step stops before a bin would get a second one.
+    `bins` has load * count + index of each bin, in ascending order. In one vectorized step, each of the emptiest bins
+    gets a sequence: the step stops before a bin would get a second one.
     """
-    assignment = np.empty(len(descending), np.int64)
+    assignment = np.empty(len(lengths), np.int64)
     bins, assigned = np.arange(count), 0
-    while assigned < len(descending):
-        prefix = min(count, len(descending) - assigned)
-        filled = bins[:prefix] + descending[assigned : assigned + prefix] * count
-        is_reused = np.minimum.accumulate(filled)[:-1] < bins[1:prefix]
-        prefix = int(is_reused.argmax()) + 1 if is_reused.any() else prefix
-        if prefix < min(_MIN_VECTORIZED, len(descending) - assigned):
-            return _one_by_one(descending, assignment, assigned, bins, budget)
-        if (filled[:prefix] // count).max() > budget:
+    while assigned < len(lengths):
+        step_size = min(count, len(lengths) - assigned)
+        filled = bins[:step_size] + lengths[assigned : assigned + step_size] * count
+        is_reused = np.minimum.accumulate(filled)[:-1] < bins[1:step_size]
+        step_size = int(is_reused.argmax()) + 1 if is_reused.any() else step_size
+        if step_size < min(_MIN_VECTORIZED, len(lengths) - assigned):
+            return _assign_one_by_one(lengths, assignment, assigned, bins, budget)
+        if (filled[:step_size] // count).max() > budget:
             return None
-        assignment[assigned : assigned + prefix] = bins[:prefix] % count
-        bins[:prefix] = filled[:prefix]
+        assignment[assigned : assigned + step_size] = bins[:step_size] % count
+        bins[:step_size] = filled[:step_size]
         bins.sort()
-        assigned += prefix
+        assigned += step_size
     return assignment
 
 
-def _one_by_one(
-    descending: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
+def _assign_one_by_one(
+    lengths: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
-    """Continue `_longest_first` from sequence `assigned` on with a heap; `bins` are packed integers, ascending."""
-    heap, count, chosen = bins.tolist(), len(bins), []
+    """Finish `assignment` with a heap, from sequence `assigned` on; arguments are as in `_assign_by_length`."""
+    heap, count, chosen_bins = bins.tolist(), len(bins), []
     limit = (budget + 1) * count
-    for length in descending[assigned:].tolist():
+    for length in lengths[assigned:].tolist():
         emptiest = heap[0]
         filled = emptiest + length * count
         if filled >= limit:
             return None
         heapq.heapreplace(heap, filled)
-        chosen.append(emptiest % count)
-    assignment[assigned:] = chosen
+        chosen_bins.append(emptiest % count)
+    assignment[assigned:] = chosen_bins
     return assignment

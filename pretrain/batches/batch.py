@@ -16,7 +16,7 @@ from pretrain.common.transfers import to_device
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-B = TypeVar("B", bound="DataclassInstance")
+Batch = TypeVar("Batch", bound="DataclassInstance")
 
 
 class Filler(NamedTuple):
@@ -31,7 +31,7 @@ NO_FILLER = Filler()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one forward pass of one rank: S concatenated sequences with T tokens in total, K of them to predict.
+    """Input of one forward pass of one rank: S concatenated sequences of T tokens, of which K are to be predicted.
 
     Sequences are in ascending order of length, unpadded (invariant 2 in docs/invariants.md). Filler is at the end.
     """
@@ -42,7 +42,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending indices of the tokens to predict (rows of a [T, H] tensor)
     masked_labels: Tensor  # int64 [K], ids of these tokens before masking
-    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: none; empty without pairs
+    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: no label; [0] if no pairs
     token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
     lengths: tuple[int, ...]  # number of tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
@@ -71,10 +71,10 @@ class StepBatch:
     tokens: int  # number of tokens, over all ranks
     masked: int  # number of tokens to predict, over all ranks
     epoch: int  # epoch of the first sample
-    first_sample: int  # index of the first sample in the phase, counted across epochs
+    first_sample: int  # index of the first sample within the phase, counted across epochs
     labeled: int = 0  # number of sentence pairs with an NSP or SOP label, over all ranks
-    text: str = ""  # in evaluation, name of the held-out text that contains all samples
-    copies: int = 1  # number of ranks that have these same samples; sums and counts over ranks include all copies
+    text: str = ""  # name of the held-out text that the samples are from; "" in training
+    copies: int = 1  # number of ranks that have identical samples; sums and counts over ranks include all copies
 
     def to(self, device: torch.device) -> StepBatch:
         """Return the batch with its micro-batches on `device`."""
@@ -85,13 +85,13 @@ class StepBatch:
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
-def moved(batch: B, device: torch.device) -> B:
+def moved(batch: Batch, device: torch.device) -> Batch:
     """Return a copy of a dataclass with its tensors on `device`, copied asynchronously."""
     copied = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
     return dataclasses.replace(batch, **copied) if copied else batch
 
 
-def pinned(batch: B) -> B:
+def pinned(batch: Batch) -> Batch:
     """Return a copy of a dataclass with its tensors in page-locked memory, for asynchronous copies to a GPU."""
     return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
 
@@ -119,7 +119,7 @@ def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
     """Concatenate sequences, which must be in ascending order of length, into one unpadded micro-batch."""
     lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    masked_rows = np.concatenate([one.masked_positions + start for one, start in zip(sequences, starts, strict=False)])
+    masked_rows = np.concatenate([s.masked_positions + start for s, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),

@@ -1,4 +1,4 @@
-"""Blocks of a source, the order of an epoch, and windows of blocks (invariant 1).
+"""Blocks of a source, the order of an epoch, and windows of blocks (invariant 1 in docs/invariants.md).
 
 An epoch reads the blocks of a source in a keyed random order. Consecutive blocks in this order form a window. The
 samples of each block of a window are shuffled and evenly interleaved with the samples of its other blocks. So a machine
@@ -27,7 +27,7 @@ from pretrain.common.files import atomic_open, locked
 from pretrain.corpus.blocks import concatenate_tables, cut_blocks
 from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
-WINDOW_BLOCKS = 64
+WINDOW_BLOCKS = 64  # minimum number of blocks in the windows of all sources together, by default
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +37,30 @@ class Blocks:
     """The N blocks of one source."""
 
     shard: np.ndarray  # uint32 [N], index of each block's shard among all shards of the split
-    table: np.ndarray  # BLOCK [N], bounds; for a streamed corpus, mapped from a file that a machine's processes share
+    table: np.ndarray  # BLOCK [N], bounds; if streamed, mapped from a file that all processes of a machine share
 
     def __len__(self) -> int:
         return len(self.shard)
 
 
-def blocks_of(shards: Sequence[Shard], indices: Sequence[int], tokens: int = 0) -> Blocks:
-    """Return the blocks of the shards `indices`: as prepared, or cut again into blocks of about `tokens` tokens."""
-    tables = [_table(shards[number], tokens) for number in indices]
+def blocks_of(shards: Sequence[Shard], indices: Sequence[int], block_tokens: int = 0) -> Blocks:
+    """Return the blocks of the shards `indices`, as prepared or cut again into blocks of about `block_tokens`."""
+    tables = [_block_table(shards[index], block_tokens) for index in indices]
     shard = np.repeat(np.array(indices, np.uint32), [len(table) for table in tables])
     return Blocks(shard, concatenate_tables(tables))
 
 
-def bounds_of(blocks: Blocks, number: int) -> tuple[int, int, int, int]:
-    """Return the bounds of block `number` in its shard: (start token, end token, first document, end document)."""
-    block = blocks.table[number]
+def bounds_of(blocks: Blocks, index: int) -> tuple[int, int, int, int]:
+    """Return the bounds of a block in its shard: (start token, end token, first document, end document)."""
+    block = blocks.table[index]
     return int(block["begin"]), int(block["end"]), int(block["first"]), int(block["last"])
 
 
-def _table(shard: Shard, tokens: int) -> np.ndarray:
-    if shard.blocks is not None and not tokens:
+def _block_table(shard: Shard, block_tokens: int) -> np.ndarray:
+    if shard.blocks is not None and not block_tokens:
         return shard.blocks
     documents, sentences = (np.asarray(array).view(np.int64) for array in (shard.documents, shard.sentences))
-    return cut_blocks(documents, sentences, tokens)
+    return cut_blocks(documents, sentences, block_tokens)
 
 
 class Units:
@@ -73,46 +73,45 @@ class Units:
 
     def __init__(self, text: ShardText, blocks: Blocks, indices: np.ndarray, cutting: Cutting) -> None:
         self._text, self._blocks, self._indices, self._cutting = text, blocks, indices, cutting
-        counts = [cutting.count(self._sizes(number)) for number in indices.tolist()]
-        self._first = np.cumsum([0, *map(len, counts)])  # units before each block
-        self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
-        self._starts = np.cumsum([0, *(int(block.sum()) for block in counts)])  # samples before each block
-        self.samples = int(self._starts[-1])
+        unit_counts = [cutting.count(self._sizes(index)) for index in indices.tolist()]
+        self._units_before = np.cumsum([0, *map(len, unit_counts)])  # number of units before each block
+        self._samples_before = np.cumsum([0, *(int(block.sum()) for block in unit_counts)])  # samples before each block
+        self._unit_ends = np.cumsum(np.concatenate([*unit_counts, np.zeros(0, np.int64)])).astype(np.uint32)
+        self.samples = int(self._samples_before[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return (unit, index in it) of each sample [B], given its block (an index into `indices`) and index there."""
-        sample = sample + self._starts[block]
-        unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
-        before = self._ends[unit - 1].astype(np.int64)
+        """Return (unit, index in the unit) of samples [B], given (index into `indices`, index in the block) of each."""
+        sample = sample + self._samples_before[block]
+        unit = np.searchsorted(self._unit_ends, sample.astype(self._unit_ends.dtype), side="right")
+        before = self._unit_ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
-        number = self._indices[block]
-        shard, blocks = self._blocks.shard[number].astype(np.int64), self._blocks.table[number]
+        block_index = self._indices[block]
+        shard, blocks = self._blocks.shard[block_index].astype(np.int64), self._blocks.table[block_index]
         start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.crosses_documents:
-            last = blocks["last"]
-            return Unit(shard, start, end - start + last - document - 1, document, last, *sentences), sample - before
-        document = document + unit - self._first[block]
+            stop = blocks["last"]
+            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - before
+        document = document + unit - self._units_before[block]
         start = np.maximum(start, self._text.document_start(shard, document))
         size = np.minimum(end, self._text.document_start(shard, document + 1)) - start
         return Unit(shard, start, size, document, document + 1, *sentences), sample - before
 
-    def _sizes(self, number: int) -> np.ndarray:
-        """Return the tokens of each unit of a block, int64."""
-        start, end, first, last = bounds_of(self._blocks, number)
+    def _sizes(self, index: int) -> np.ndarray:
+        """Return the number of tokens (and separators) of each unit of a block, int64."""
+        start, end, first, stop = bounds_of(self._blocks, index)
         if self._cutting.crosses_documents:
-            return np.array([end - start + last - first - 1])
-        starts = self._text.document_starts(int(self._blocks.shard[number]), first, last + 1).clip(start, end)
-        return np.diff(starts)
+            return np.array([end - start + stop - first - 1])
+        return np.diff(self._text.document_starts(int(self._blocks.shard[index]), first, stop + 1).clip(start, end))
 
 
 class Window:
-    """The samples of a window in reading order; finds the block of a sample and its index in the block.
+    """The samples of a window in reading order: finds the block of a sample, and the sample's index in the block.
 
     Args:
         blocks: indices of the window's blocks in the source, int64 [W].
         counts: number of samples of each block, [W].
-        key: random key of the offsets at which the blocks are interleaved.
+        key: random key of each block's offset in the interleaving.
     """
 
     def __init__(self, blocks: np.ndarray, counts: np.ndarray, key: np.ndarray | np.uint64) -> None:
@@ -120,22 +119,22 @@ class Window:
         self._starts = np.concatenate(([0], np.cumsum(self.counts)))
         self.samples = int(self._starts[-1])
         block = np.repeat(np.arange(len(blocks)), self.counts)
-        # The sort key of sample r of c in a block is (r + u) / c, so blocks of any size are spread evenly.
+        # The sort key of sample r of c in a block is (r + u) / c, with a random u, so every block is spread evenly.
         position = np.arange(self.samples) - self._starts[block] + uniform(draw(key, np.arange(len(blocks))))[block]
         self._order = np.argsort(position / self.counts[block], kind="stable").astype(np.uint32)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index into `blocks`, index in the block) of `samples`, indices in the window; int64 [B] each."""
+        """Return (index into `blocks`, index in the block) of each sample, given its index in the window; int64 [B]."""
         position = self._order[samples].astype(np.int64)
         block = np.searchsorted(self._starts, position, side="right") - 1
         return block, position - self._starts[block]
 
     def index(self, block: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return each sample's index in the window, int64 [B], given its block and index there; inverts `locate`."""
-        return self._positions[self._starts[block] + sample].astype(np.int64)
+        """Return each sample's index in the window, int64 [B], from the results of `locate`."""
+        return self._inverse_order[self._starts[block] + sample].astype(np.int64)
 
     @cached_property
-    def _positions(self) -> np.ndarray:
+    def _inverse_order(self) -> np.ndarray:
         positions = np.empty_like(self._order)
         positions[self._order] = np.arange(self.samples, dtype=np.uint32)
         return positions
@@ -146,13 +145,13 @@ class _Epoch:
     """One epoch of a source."""
 
     order: np.ndarray  # uint32 [N], indices of the blocks in reading order
-    bounds: np.ndarray  # int64 [windows + 1], the start of each window in `order`
-    samples: np.ndarray  # int64 [windows + 1], the number of samples before each window
+    bounds: np.ndarray  # int64 [windows + 1], the start of each window in `order`; the last value is N
+    samples_before: np.ndarray  # int64 [windows + 1], the number of samples before each window
 
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The window that is being read: positions [start, stop) in the block order of an epoch; empty between windows."""
+    """The window that is being read: positions [start, stop) in the block order of an epoch; empty if none is open."""
 
     epoch: int
     start: int
@@ -172,17 +171,17 @@ class SourceOrder:
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
         self.counts, self._key, self._window_blocks, self._open = counts, key, window_blocks, open_window
         self.samples = int(counts.sum(dtype=np.int64))
-        self.epoch = lru_cache(maxsize=2)(self._epoch)
+        self.epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (epoch, window, index in the window) of the samples `index`; int64 [B] each."""
+        """Return (epoch, window, index in the window) of each sample, given its `index` in the source; int64 [B]."""
         epoch, sample = np.divmod(index, self.samples)
         window = np.empty_like(index)
         for number in np.unique(epoch).tolist():
-            rows = np.flatnonzero(epoch == number)
-            samples = self.epoch(number).samples
-            window[rows] = np.searchsorted(samples, sample[rows], side="right") - 1
-            sample[rows] -= samples[window[rows]]
+            members = np.flatnonzero(epoch == number)
+            samples_before = self.epoch(number).samples_before
+            window[members] = np.searchsorted(samples_before, sample[members], side="right") - 1
+            sample[members] -= samples_before[window[members]]
         return epoch, window, sample
 
     def blocks(self, epoch: int, window: int) -> np.ndarray:
@@ -190,17 +189,17 @@ class SourceOrder:
         bounds = self.epoch(epoch).bounds
         return self.epoch(epoch).order[bounds[window] : bounds[window + 1]].astype(np.int64)
 
-    def following(self, epoch: int, window: int) -> np.ndarray:
+    def next_blocks(self, epoch: int, window: int) -> np.ndarray:
         """Return the indices of the blocks of the next window, int64, possibly in the next epoch."""
         is_last = window + 2 == len(self.epoch(epoch).bounds)
         return self.blocks(epoch + 1, 0) if is_last else self.blocks(epoch, window + 1)
 
-    def largest_adjacent(self) -> list[np.ndarray]:
+    def largest_window_group(self) -> list[np.ndarray]:
         """Return the block indices (int64) of each window in the largest group of windows that one batch may read."""
-        start, first = (self._open.epoch, self._open.start) if self._open else (0, 0)
-        bounds = {epoch: self._bounds(epoch) for epoch in range(start, start + 3)}
+        first_epoch, first_block = (self._open.epoch, self._open.start) if self._open else (0, 0)
+        bounds = {epoch: self._bounds(epoch) for epoch in range(first_epoch, first_epoch + 3)}
         windows = [(epoch, n) for epoch, edges in bounds.items() for n in range(len(edges) - 1)]
-        windows = windows[np.searchsorted(bounds[start], first) :]
+        windows = windows[np.searchsorted(bounds[first_epoch], first_block) :]
         sizes = np.concatenate([np.diff(edges) for edges in bounds.values()])[-len(windows) :]
         combined = sizes[:-1] + sizes[1:]
         # A batch may read three windows if the middle one is small, as at the end of an epoch.
@@ -211,19 +210,19 @@ class SourceOrder:
         return [self.blocks(*window) for window in windows[largest : largest + count]]
 
     def open_window(self, sample: int) -> OpenWindow:
-        """Return the window that is partly read before `sample` is; empty if `sample` is the first of a window."""
+        """Return the window that is partly read when `sample` is next; empty if `sample` is the first of a window."""
         epoch, offset = divmod(sample, self.samples)
         order = self.epoch(epoch)
-        window = int(np.searchsorted(order.samples, offset, side="right")) - 1
-        first = int(order.bounds[window])
-        return OpenWindow(epoch, first, int(order.bounds[window + 1]) if offset > order.samples[window] else first)
+        window = int(np.searchsorted(order.samples_before, offset, side="right")) - 1
+        start, stop = int(order.bounds[window]), int(order.bounds[window + 1])
+        return OpenWindow(epoch, start, stop if offset > order.samples_before[window] else start)
 
-    def first_sample(self, epoch: int, block: int) -> int:
-        """Return the index of the first sample of the block at position `block` in an epoch's order."""
-        before = self.epoch(epoch).order[:block]
+    def first_sample(self, epoch: int, position: int) -> int:
+        """Return the index of the first sample of the block at `position` in the order of an epoch."""
+        before = self.epoch(epoch).order[:position]
         return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
 
-    def _epoch(self, number: int) -> _Epoch:
+    def _make_epoch(self, number: int) -> _Epoch:
         count = len(self.counts)
         # The whole order is needed, so sort by hashes: for few blocks, a Feistel permutation would need many steps.
         order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
@@ -241,45 +240,45 @@ class SourceOrder:
         return np.unique(np.append(starts, edges)).astype(np.int64)
 
 
-def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int) -> int:
-    """Return the number of blocks per window of a source: `share` (its share of all samples) of `total`, at least 1.
+def window_blocks_for(counts: np.ndarray, batch_size: float, share: float, total_blocks: int) -> int:
+    """Return the number of blocks per window of a source with this `share` of all samples: `share` * `total_blocks`.
 
-    The number is doubled until a window has at least as many samples as a batch reads from the source.
+    It is at least 1, and doubled until a window has at least as many samples as a batch reads from the source.
     """
-    blocks = max(1, math.ceil(total * share))
-    while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch * share:
+    blocks = max(1, math.ceil(total_blocks * share))
+    while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch_size * share:
         blocks *= 2
     return blocks
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
     """Count the samples of each block of each source, uint32 [N]; store the counts of training text in the corpus."""
-    return [_counts_of(text, of_source, cutting, shards, source) for source, of_source in enumerate(blocks)]
+    return [_source_counts(text, source_blocks, cutting, shards, index) for index, source_blocks in enumerate(blocks)]
 
 
 def counts_file(shards: TokenShards, source: int, cutting: Cutting, blocks: int) -> Path:
-    """Return the file that stores the counts of a source."""
+    """Return the path of the file that stores the counts of a source with `blocks` blocks."""
     identity = [shards.source_fingerprint(source), shards.split, cutting.identity, blocks]
     return shards.folder / COUNTS / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.npy"
 
 
-def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenShards, source: int) -> np.ndarray:
+def _source_counts(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenShards, source: int) -> np.ndarray:
     if not len(blocks):
         return np.zeros(0, np.uint32)
     path = counts_file(shards, source, cutting, len(blocks))
-    if (stored := _stored_counts(path, len(blocks))) is not None:
+    if (stored := _load_counts(path, len(blocks))) is not None:
         return stored
     if shards.shards[int(blocks.shard[0])].cache is not None:
         with locked(path.with_suffix(".lock")):  # only one process of a machine reads the document offsets
-            stored = _stored_counts(path, len(blocks))
+            stored = _load_counts(path, len(blocks))
             return _store_counts(path, _streamed_counts(blocks, cutting, shards)) if stored is None else stored
-    block_counts = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
+    block_counts = (Units(text, blocks, np.array([index]), cutting).samples for index in range(len(blocks)))
     counts = np.fromiter(block_counts, np.uint32, len(blocks))
     text.unmap_pages()
     return _store_counts(path, counts) if shards.split == "train" and shards.folder.exists() else counts
 
 
-def _stored_counts(path: Path, blocks: int) -> np.ndarray | None:
+def _load_counts(path: Path, blocks: int) -> np.ndarray | None:
     with contextlib.suppress(OSError, ValueError):
         stored = np.load(path, allow_pickle=False)
         if (stored.dtype, stored.shape) == (np.dtype(np.uint32), (blocks,)):
@@ -294,17 +293,17 @@ def _store_counts(path: Path, counts: np.ndarray) -> np.ndarray:
 
 
 def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
-    """Count the samples of a streamed source from its document offsets, which takes 16 bytes per document."""
-    logger.info("%s: counting the sequences of a new length; `prepare` with this config does it once", shards.folder)
+    """Count the samples of a streamed source from its document offsets: 16 bytes per document are read."""
+    logger.info("%s: counting samples of a new sequence length; `prepare` with this config avoids this", shards.folder)
     counts = np.zeros(len(blocks), np.uint32)
     for shard in np.unique(blocks.shard).tolist():
         cache = shards.shards[shard].cache
         assert cache is not None
         starts = cache.document_starts(shard)
-        for number in np.flatnonzero(blocks.shard == shard).tolist():
-            start, end, first, last = bounds_of(blocks, number)
-            sizes = np.diff(starts[first : last + 1].clip(start, end))
-            counts[number] = cutting.count(
-                np.array([end - start + last - first - 1]) if cutting.crosses_documents else sizes
+        for index in np.flatnonzero(blocks.shard == shard).tolist():
+            start, end, first, stop = bounds_of(blocks, index)
+            sizes = np.diff(starts[first : stop + 1].clip(start, end))
+            counts[index] = cutting.count(
+                np.array([end - start + stop - first - 1]) if cutting.crosses_documents else sizes
             ).sum()
     return counts

@@ -31,7 +31,7 @@ class AllRanks(Protocol):
 
 
 class Exchange:
-    """Sums the counts of all ranks in a thread, which outlives the loaders that use it.
+    """Sums the counts of all ranks in a thread that outlives the loaders that use it.
 
     All ranks request the same exchanges in the same order, one per training step. An exchange completes even if its
     loader was closed in the meantime, so the ranks stay synchronized.
@@ -43,18 +43,18 @@ class Exchange:
         self.thread = threading.Thread(target=self._run, name="counts", daemon=True)
         self.thread.start()
 
-    def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
-        """Return a future of the result of `then(summed counts, maximum of micro_batches)`, which the thread calls."""
+    def submit(self, counts: Counts, micro_batches: int, finish: Callable[[Counts, int], T]) -> Future[T]:
+        """Request an exchange; return a future of the result of `finish(summed counts, maximum of micro_batches)`."""
         future: Future[T] = Future()
 
-        def work() -> None:
+        def exchange() -> None:
             try:
                 sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), micro_batches)
-                future.set_result(then(Counts(*sums), largest))
+                future.set_result(finish(Counts(*sums), largest))
             except BaseException as error:  # any exception is raised again in the thread that waits for the future
                 future.set_exception(error)
 
-        self._requests.put(work)
+        self._requests.put(exchange)
         return future
 
     def close(self, seconds: float = 2.0) -> None:
@@ -63,5 +63,5 @@ class Exchange:
         self.thread.join(seconds)
 
     def _run(self) -> None:
-        while (work := self._requests.get()) is not None:
-            work()
+        while (exchange := self._requests.get()) is not None:
+            exchange()

@@ -39,11 +39,12 @@ from pretrain.corpus.shards import TokenShards
 
 logger = logging.getLogger(__name__)
 
-_MIN_SEQUENCES = 16  # minimum sequences of a held-out source, to report its loss separately
+_MIN_HELD_OUT_SEQUENCES = 16  # minimum sequences of a held-out source, to report its loss separately
 _PREFETCH_TOKENS = 1 << 22  # maximum tokens prefetched per rank: 28 bytes per token, 120 MB in all
-_COUNT_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
+_COUNT_CHUNK_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
 _EVALUATION_SEQUENCES = 1024  # approximate sequences per `StepBatch` of an evaluation
-_MACHINE_SEQUENCES = 512  # minimum per machine and batch to divide text: with fewer, token counts differ too much
+# Minimum sequences per machine and batch for machines to read different text; with fewer, token counts differ too much.
+_MIN_MACHINE_SEQUENCES = 512
 
 Batch = TypeVar("Batch", "StepBatch", "RankShare")
 
@@ -52,9 +53,9 @@ Batch = TypeVar("Batch", "StepBatch", "RankShare")
 class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
-    micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more
-    first_sample: int  # index of the batch's first sample in the phase
-    sequences: int  # number of sequences over all ranks
+    micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more of them
+    first_sample: int  # index of the batch's first sample within the phase
+    sequences: int  # number of sequences, over all ranks
 
     @property
     def counts(self) -> Counts:
@@ -78,10 +79,10 @@ class Loader:
     consumer has waited.
 
     Args:
-        start_step: step of the phase whose batch is yielded first.
+        start_step: index of the phase's step whose batch is yielded first.
         rollback: the run's latest rollback.
         prefetch: maximum number of batches to prepare ahead.
-        pinned: whether to put batches into page-locked memory, for a GPU.
+        pin_memory: whether to put batches into page-locked memory, for a GPU.
         machines: number of machines, each with the same number of consecutive ranks; more than one needs `exchange`.
         exchange: sums counts over the ranks. Without it, each rank counts the tokens of the whole global batch.
 
@@ -100,13 +101,13 @@ class Loader:
         start_step: int = 0,
         rollback: Rollback | None = None,
         prefetch: int = 4,
-        pinned: bool = False,
+        pin_memory: bool = False,
         machines: int = 1,
         exchange: Exchange | None = None,
     ) -> None:
         self.stall_seconds = 0.0
         self._exchange = exchange
-        self._gpu = torch.cuda.current_device() if pinned else None  # current device of the training thread
+        self._gpu = torch.cuda.current_device() if pin_memory else None  # current device of the training thread
         self._maker = BatchMaker(
             shards,
             config,
@@ -124,12 +125,8 @@ class Loader:
         self._queue: queue.Queue[_QueueItem] = queue.Queue(depth)
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
-        self.thread = threading.Thread(
-            target=self._produce,
-            args=(settings, start_step),
-            name=f"loader-{rank}",
-            daemon=True,
-        )
+        name = f"loader-{rank}"
+        self.thread = threading.Thread(target=self._produce, args=(settings, start_step), name=name, daemon=True)
         self.thread.start()
 
     @property
@@ -162,8 +159,8 @@ class Loader:
         """Return the next batch, None at the end, or an error."""
         item = self._ahead.popleft() if self._ahead else self._fetch()
         if self._exchange is not None and isinstance(item, (StepBatch, Future)):
-            # Start the exchange for the next step. All ranks request the same steps, so they have always started the
-            # same number of exchanges, wherever they stop.
+            # Request the exchange for the next step. All ranks take the same steps, so whenever they stop, they have
+            # requested the same number of exchanges.
             self._ahead.append(self._fetch())
         if not isinstance(item, Future):
             return item
@@ -173,7 +170,7 @@ class Loader:
             return error
 
     def _fetch(self) -> StepBatch | Future[StepBatch] | BaseException | None:
-        """Return the next queued item; if it lacks the counts of all ranks, start their exchange."""
+        """Return the next queued item; if it lacks the counts of all ranks, request their exchange."""
         item = self._queue.get()
         if not isinstance(item, RankShare):
             return item
@@ -182,27 +179,26 @@ class Loader:
         return self._exchange.submit(item.counts, count, lambda counts, largest: self._complete(item, counts, largest))
 
     def _complete(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
-        """Add the counts of all ranks to a share; split it into as many micro-batches as the rank with the most has."""
+        """Complete a share with the counts of all ranks, split into `micro_batches`, the maximum over all ranks."""
         if micro_batches > len(share.micro_batches):
-            enlarged = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
-            share = self._pinned(enlarged)
+            split = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
+            share = self._pinned(split)
         return self._maker.complete(share, counts)
 
     def _produce(self, phase: PhaseConfig, start_step: int) -> None:
-        last: BaseException | None = None
+        end: BaseException | None = None
         try:
             for step in range(start_step, phase.steps):
                 first, sequences = phase.first_sample(step), phase.sequences_at(step)
-                exchanged = self._exchange is not None and self._maker.needs_exchange(sequences)
-                if exchanged:
-                    accepted = self._put(self._pinned(self._maker.share(first, sequences)))
+                if self._exchange is not None and self._maker.needs_exchange(sequences):
+                    is_queued = self._put(self._pinned(self._maker.share(first, sequences)))
                 else:
-                    accepted = self._put(self._pinned(self._maker.make(first, sequences)))
-                if not accepted:
+                    is_queued = self._put(self._pinned(self._maker.make(first, sequences)))
+                if not is_queued:
                     return
         except BaseException as error:  # any exception is raised again by the consumer
-            last = error
-        self._put(last)
+            end = error
+        self._put(end)
 
     def _pinned(self, item: Batch) -> Batch:
         if self._gpu is None:
@@ -243,20 +239,21 @@ def validation_batches(
             "held_out: true) and prepare the corpus again."
         ) from error
     counts = maker.sampler.counts(min(config.evaluation.sequences, maker.samples_per_epoch))
-    without = sorted({shard.source for shard in shards.shards if not counts[shard.source]})
-    if without and not rank and not phase:
-        names = " and ".join(str(shards.sources[number].get("name", number)) for number in without)
-        logger.warning("held-out text of %s is not evaluated: share too small. Raise evaluation.sequences.", names)
+    unevaluated = sorted({shard.source for shard in shards.shards if not counts[shard.source]})
+    if unevaluated and not rank and not phase:
+        names = " and ".join(str(shards.sources[source].get("name", source)) for source in unevaluated)
+        logger.warning("held-out text of %s is not evaluated (share too small). Raise evaluation.sequences.", names)
     batches = []
-    for text, samples in held_out_texts(shards, counts, max(_MIN_SEQUENCES, world_size)):
-        count = sum(samples)
+    for text, source_counts in held_out_texts(shards, counts, max(_MIN_HELD_OUT_SEQUENCES, world_size)):
+        count = sum(source_counts)
         if count < world_size:
-            single_rank = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
-            group = [_on_all_ranks(single_rank.limit_to(samples).make(0, count), world_size)]
+            single_rank_maker = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
+            group = [_on_all_ranks(single_rank_maker.limit_to(source_counts).make(0, count), world_size)]
         else:
             parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
             bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
-            group = [maker.limit_to(samples).make(first, last - first) for first, last in itertools.pairwise(bounds)]
+            limited = maker.limit_to(source_counts)
+            group = [limited.make(start, stop - start) for start, stop in itertools.pairwise(bounds)]
         batches += [dataclasses.replace(batch, text=text) for batch in group]
     return batches
 
@@ -266,17 +263,17 @@ def held_out_texts(shards: TokenShards, counts: Sequence[int], minimum: int) -> 
 
     A source with at least `minimum` samples is a group; the others form one group, named after all of them.
     """
-    names = [source.get("name", f"source {number}") for number, source in enumerate(shards.sources)]
-    large = [number for number, count in enumerate(counts) if count >= minimum]
-    small = [number for number, count in enumerate(counts) if 0 < count < minimum]
+    names = [source.get("name", f"source {index}") for index, source in enumerate(shards.sources)]
+    large = [index for index, count in enumerate(counts) if count >= minimum]
+    small = [index for index, count in enumerate(counts) if 0 < count < minimum]
     return [
-        (" + ".join(names[number] for number in group), [count if n in group else 0 for n, count in enumerate(counts)])
-        for group in [*([number] for number in large), *([small] if small else [])]
+        (" + ".join(names[index] for index in group), [count if n in group else 0 for n, count in enumerate(counts)])
+        for group in [*([index] for index in large), *([small] if small else [])]
     ]
 
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
-    """Return a batch made for one rank, for use by `world_size` ranks: its counts become sums over all ranks."""
+    """Convert a batch for one rank into a batch that all ranks evaluate: its counts become sums over all ranks."""
     names = ("sequences", "tokens", "masked", "labeled")
     scaled = {name: world_size * getattr(batch, name) for name in names}
     return dataclasses.replace(batch, **scaled, copies=world_size)
@@ -306,20 +303,21 @@ class BatchMaker:
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
-        # If all ranks share the text, as with a local corpus, their token counts are closest. Machines that stream
+        # Token counts are most similar if all ranks share the text, as with a local corpus. Machines that stream
         # different text do not have exactly the same number of sequences.
-        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _MACHINE_SEQUENCES, world_size)
+        min_batch = max(machines * _MIN_MACHINE_SEQUENCES, world_size)
+        is_divided = shards.is_streamed and min(settings.batch_sizes) >= min_batch
         is_divided &= config.engine.micro_batch_tokens >= 2 * length
-        count = machines if is_divided else 1
-        self._machine = Machine(rank * count // world_size, count)
+        divisions = machines if is_divided else 1
+        self._machine = Machine(rank * divisions // world_size, divisions)
         self.rank, self.world_size = rank, world_size
         self._length = length
         self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = max(config.engine.micro_batch_tokens, 2 * length if held_out else 0)
         self._has_pairs = config.pairs.has_classifier
-        share = config.masking.probability
-        self._masking_shares = (share, share) if held_out else config.masking_shares(phase)
-        self._is_filled = config.engine.cuda_graphs is True and not held_out
+        probability = config.masking.probability
+        self._masking_shares = (probability, probability) if held_out else config.masking_shares(phase)
+        self._adds_filler = config.engine.cuda_graphs is True and not held_out
         self._phase_sequences = settings.sequences
         self.sampler = (
             held_out_sampler(shards, config, phase)
@@ -345,8 +343,8 @@ class BatchMaker:
         settings, where = self._config.phases[self._phase], f"phases.{self._phase}.global_sequences"
         _check_balance(self._config, self._phase, where, settings.global_sequences, self.world_size)
         if settings.ramp_from:
-            first = f"phases.{self._phase}.ramp_from"
-            _check_balance(self._config, self._phase, first, settings.ramp_from, self.world_size)
+            ramp_where = f"phases.{self._phase}.ramp_from"
+            _check_balance(self._config, self._phase, ramp_where, settings.ramp_from, self.world_size)
         self.sampler.check_cache(f"phases.{self._phase}")
         if self.samples_per_epoch < settings.global_sequences:
             raise InputError(
@@ -374,10 +372,10 @@ class BatchMaker:
     def _make(self, first_sample: int, sequences: int) -> StepBatch:
         part = balancing.part_of(self.rank, sequences, self.world_size)
         plans = [self.assign(first_sample, batch_part) for batch_part in balancing.parts(sequences, self.world_size)]
-        largest = max(assignment.micro_batches for _, assignment in plans)
+        micro_batches = max(assignment.micro_batches for _, assignment in plans)
         plan, assignment = plans[balancing.parts(sequences, self.world_size).index(part)]
-        if assignment.micro_batches < largest:
-            plan, assignment = self.assign(first_sample, part, largest)
+        if assignment.micro_batches < micro_batches:
+            plan, assignment = self.assign(first_sample, part, micro_batches)
         share = RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
         if self.world_size == 1:
             return self.complete(share, share.counts)
@@ -385,7 +383,7 @@ class BatchMaker:
         return self.complete(share, Counts(*map(sum, zip(*counts, strict=True))))
 
     def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
-        """Return this rank's share of a batch, without other ranks' counts, in at least `micro_batches` micro-batches.
+        """Return this rank's share of a batch in at least `micro_batches` micro-batches, without other ranks' counts.
 
         If `micro_batches` is the maximum over all ranks, the share has the same micro-batches as in `make`.
         """
@@ -393,7 +391,7 @@ class BatchMaker:
         if self._machine.count > 1:
             machine = self._machine
             part = balancing.part_of_machine(machine.index, machine.count, sequences, self.world_size)
-        with self.sampler.keep_text_cached():  # the exchange thread also calls this, to enlarge a share
+        with self.sampler.keep_text_cached():  # the exchange thread also calls this method
             plan, assignment = self.assign(first_sample, part, micro_batches)
             return RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
 
@@ -422,7 +420,7 @@ class BatchMaker:
         return tuple(self._micro_batch(plan[assignment.members(index)]) for index in indices)
 
     def _counts(self, plan: SamplePlan) -> Counts:
-        """Return the counts that these samples will have."""
+        """Return the counts of the planned samples."""
         return Counts(
             tokens=int(plan.lengths.sum()),
             masked=self._count_masked(plan),
@@ -443,7 +441,7 @@ class BatchMaker:
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
         )
-        return with_filler(batch, self._length) if self._is_filled else batch
+        return with_filler(batch, self._length) if self._adds_filler else batch
 
     def _count_masked(self, plan: SamplePlan) -> int:
         """Return the number of masked tokens of these samples."""
@@ -453,19 +451,19 @@ class BatchMaker:
             special = plan.lengths - plan.content_length
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
         # The number of masked tokens depends on the text, so all of it must be read, in chunks.
-        chunk = np.cumsum(plan.lengths) // _COUNT_TOKENS
+        chunk = np.cumsum(plan.lengths) // _COUNT_CHUNK_TOKENS
         chunks = np.split(np.arange(len(chunk)), np.flatnonzero(np.diff(chunk)) + 1)
         return sum(
-            self._masker.count(self.sampler.gather(part), part.key, self._masking_share(part))
-            for part in (plan[members] for members in chunks)
+            self._masker.count(self.sampler.gather(chunk_plan), chunk_plan.key, self._masking_share(chunk_plan))
+            for chunk_plan in (plan[members] for members in chunks)
         )
 
     def _masking_share(self, plan: SamplePlan) -> np.ndarray:
         """Return the share of tokens to predict, float64 [B]; it depends only on the index of the sample."""
-        first, last = self._masking_shares
-        return first + (last - first) * (plan.sample_index / self._phase_sequences)
+        initial, final = self._masking_shares
+        return initial + (final - initial) * (plan.sample_index / self._phase_sequences)
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
-    if why := config.balance_problem(phase, sequences, world_size):
-        raise InputError(f"{where} ({sequences}) {why}.")
+    if reason := config.balance_problem(phase, sequences, world_size):
+        raise InputError(f"{where} ({sequences}) {reason}.")

@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig
 from pretrain.corpus.shards import TokenShards
 
-_RESOLUTION = 1 << 30  # samples in a period of the `Mixture`, unless all shares are integers
+_RESOLUTION = 1 << 30  # samples in a period of the `Mixture` if the shares are not integers
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Mix:
 
     Attributes:
         shares: number of samples of each source in a period of the `Mixture`.
-        epoch: number of samples in an epoch of the mix.
+        epoch_samples: number of samples in an epoch of the mix.
         capped: for each source, whether `max_epochs` reduces its share.
     """
 
     shares: tuple[int, ...]
-    epoch: int
+    epoch_samples: int
     capped: tuple[bool, ...]
 
 
@@ -44,8 +44,8 @@ class SourceReading:
     token_share: float  # share of the phase's tokens, special tokens not counted
     epochs: float  # epochs of the source in this phase
     total_epochs: float  # epochs from the start of the run to the end of the phase; skipped text counts as read
-    capped: bool  # whether `max_epochs` reduces its share
-    skipped_tokens: int = 0  # tokens left unread, as the open window cannot be continued at another sequence length
+    capped: bool  # whether `max_epochs` reduces the source's share
+    skipped_tokens: int = 0  # tokens left unread, since an open window cannot be continued at another sequence length
 
     @property
     def line(self) -> str:
@@ -59,37 +59,39 @@ class SourceReading:
 
 
 def plan_mix(
-    shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], read: Sequence[int], where: str
+    shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], samples_read: Sequence[int], where: str
 ) -> Mix:
     """Plan the mix of a phase; if `phase` is None, the mix of the corpus.
 
     Args:
         samples: number of samples in an epoch of each source.
-        read: number of samples of each source that were read before the phase.
+        samples_read: number of samples of each source that were read before the phase.
         where: the phase's path in the config, for errors.
 
-    Raises `InputError` if the corpus has no sample, a weight names no source, or `max_epochs` leaves too few samples.
+    Raises `InputError` if the corpus has no sample, a weighted source is missing or `max_epochs` leaves few samples.
     """
-    epochs = _weights(shards, phase, samples, where)
+    epochs = _source_epochs(shards, phase, samples, where)
     counts = np.array(samples, np.float64)
     uncapped = np.array(mixture_weights(shards.sources, epochs, samples)) * counts
     if not uncapped.sum():
         raise InputError(f"{shards.folder}: no document has the two tokens that a sample needs. Add text.")
     planned, capped = uncapped, np.zeros(len(uncapped), bool)
     if phase is not None and phase.max_epochs:
-        remaining = np.maximum(0.0, phase.max_epochs * counts - np.array(read))
+        remaining = np.maximum(0.0, phase.max_epochs * counts - np.array(samples_read))
         not_replayed = np.array([not is_replayed(source) for source in shards.sources])
         requested = phase.sequences * uncapped / uncapped.sum()
-        planned, capped = _cap_samples(requested, np.where(not_replayed, remaining, np.inf))
-        _check_cap(shards, phase, requested, planned, np.where(not_replayed, remaining, np.inf), where)
-    epoch = max(1, round(uncapped.sum()))
+        remaining = np.where(not_replayed, remaining, np.inf)
+        planned, capped = _cap_samples(requested, remaining)
+        _check_cap(shards, phase, requested, planned, remaining, where)
+    epoch_samples = max(1, round(uncapped.sum()))
     planned = planned if capped.any() else uncapped
     if (planned != np.round(planned)).any():  # scale up: rounding small numbers would distort the shares
         planned = planned / planned.sum() * _RESOLUTION
-    return Mix(tuple(max(1, round(share)) if share else 0 for share in planned.tolist()), epoch, tuple(capped.tolist()))
+    shares = tuple(max(1, round(share)) if share else 0 for share in planned.tolist())
+    return Mix(shares, epoch_samples, tuple(capped.tolist()))
 
 
-def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
+def _source_epochs(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
     """Return how many epochs of each source an epoch of the mix reads, before replayed text is added."""
     if phase is None:
         return shards.weights({}, where)
@@ -122,20 +124,20 @@ def _cap_samples(requested: np.ndarray, remaining: np.ndarray) -> tuple[np.ndarr
 
 
 def _check_cap(
-    shards: TokenShards, phase: PhaseConfig, requested: np.ndarray, planned: np.ndarray, unread: np.ndarray, where: str
+    shards: TokenShards, phase: PhaseConfig, requested: np.ndarray, planned: np.ndarray, limit: np.ndarray, where: str
 ) -> None:
     """Raise `InputError` if `max_epochs` reduces a source with an explicit weight, or leaves too few samples."""
     cap = f"{where}.max_epochs ({phase.max_epochs:g})"
-    for number, source in enumerate(shards.sources):
-        if source.get("name") in phase.weights and max(requested[number], planned[number]) > unread[number] + 0.5:
+    for index, source in enumerate(shards.sources):
+        if source.get("name") in phase.weights and max(requested[index], planned[index]) > limit[index] + 0.5:
             raise InputError(
-                f"{cap}: the weight of {source['name']} requires {round(requested[number]):,} of its sequences, but "
-                f"only {int(unread[number]):,} are left before this limit. Lower its weight or the steps, or raise "
+                f"{cap}: the weight of {source['name']} requires {round(requested[index]):,} of its sequences, but "
+                f"only {int(limit[index]):,} are left before this limit. Lower its weight or the steps, or raise "
                 "max_epochs."
             )
     if planned.sum() < phase.sequences - 0.5:
         raise InputError(
             f"{cap}: the phase reads {phase.sequences:,} sequences, but its sources have only "
-            f"{int(unread[requested > 0].sum()):,} left before this limit. Lower its steps, raise "
+            f"{int(limit[requested > 0].sum()):,} left before this limit. Lower its steps, raise "
             "max_epochs or add text."
         )

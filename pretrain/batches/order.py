@@ -18,7 +18,7 @@ _MULTIPLIER2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _MAX_PERIOD = 1 << 31  # maximum samples in a period, so that the product of two counts fits in 64 bits
-_ROUNDS = 8  # half-rounds of the Feistel network; with 6, adjacent indices of a small range are still correlated
+_ROUNDS = 8  # half-rounds of the Feistel network; with 6, results for adjacent indices in a small range are correlated
 
 
 def root_key(*parts: str | int) -> np.uint64:
@@ -31,7 +31,7 @@ def draw(key: np.ndarray | np.uint64, counter: np.ndarray | int) -> np.ndarray:
     """Return 64 pseudo-random bits, uint64, for each pair of `key` and `counter` (broadcast)."""
     # The array must have a dimension: for scalars, numpy warns about overflow, which is intended here.
     bits = np.atleast_1d(np.asarray(counter).astype(np.uint64)) + np.uint64(1)
-    return _mix(bits * _INCREMENT + key)
+    return _mix_bits(bits * _INCREMENT + key)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
@@ -61,13 +61,13 @@ def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.nd
     """
     result, sizes = index.astype(np.uint64), np.broadcast_to(size, index.shape)
     # With fewer than 8 bits, the halves are too small to hash well.
-    width = np.maximum(8, np.ceil(np.log2(np.maximum(sizes, 2)))).astype(np.int64)
-    for bits in np.unique(width).tolist():
-        outside = np.flatnonzero(width == bits)
-        while len(outside):
-            mapped = _feistel(result[outside], bits, key[outside])
-            result[outside] = mapped
-            outside = outside[mapped >= sizes[outside]]
+    bit_widths = np.maximum(8, np.ceil(np.log2(np.maximum(sizes, 2)))).astype(np.int64)
+    for bits in np.unique(bit_widths).tolist():
+        unfinished = np.flatnonzero(bit_widths == bits)
+        while len(unfinished):
+            mapped = _feistel(result[unfinished], bits, key[unfinished])
+            result[unfinished] = mapped
+            unfinished = unfinished[mapped >= sizes[unfinished]]
     return result.view(np.int64)
 
 
@@ -76,7 +76,7 @@ class Mixture:
 
     A period has `shares[s]` samples of source s. Any range of samples has about the same proportions: the list
     of sources is halved recursively, and each half gets evenly spaced samples. So a sample's index determines its
-    source and the number of earlier samples of this source. A source with a share of 0 may be added without effect.
+    source and the number of earlier samples of this source. Sources with a share of 0 have no effect.
 
     Args:
         shares: number of samples of each source in a period; at least one is positive.
@@ -93,7 +93,7 @@ class Mixture:
         """Return (source, number of earlier samples of this source) of each of `samples`; int64 [B] each."""
         period, position = np.divmod(samples, self.period)
         source, earlier = np.empty_like(samples), np.empty_like(samples)
-        self._halve(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, earlier)
+        self._locate(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, earlier)
         return self._nonzero[source], earlier + period * np.array(self._nonzero_shares)[source]
 
     def counts(self, samples: int) -> list[int]:
@@ -103,10 +103,10 @@ class Mixture:
         counts[self._nonzero] = self._counts(0, len(self._nonzero_shares), position)
         return (period * np.array(self.shares) + counts).tolist()
 
-    def _halve(
+    def _locate(
         self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, earlier: np.ndarray
     ) -> None:
-        """Locate the samples `rows`, which have these indices among the samples of the sources low .. high-1."""
+        """Locate the samples `rows`, given the `index` of each among the samples of the sources low .. high-1."""
         if not len(rows):
             return
         if high - low == 1:
@@ -114,10 +114,10 @@ class Mixture:
             return
         middle = (low + high) // 2
         first_share, total = sum(self._nonzero_shares[low:middle]), sum(self._nonzero_shares[low:high])
-        in_first = index * first_share // total  # number of earlier samples in the first half
-        is_in_first = (index + 1) * first_share // total > in_first
-        self._halve(low, middle, rows[is_in_first], in_first[is_in_first], source, earlier)
-        self._halve(middle, high, rows[~is_in_first], (index - in_first)[~is_in_first], source, earlier)
+        earlier_in_first = index * first_share // total  # earlier samples of the first half's sources
+        is_in_first = (index + 1) * first_share // total > earlier_in_first
+        self._locate(low, middle, rows[is_in_first], earlier_in_first[is_in_first], source, earlier)
+        self._locate(middle, high, rows[~is_in_first], (index - earlier_in_first)[~is_in_first], source, earlier)
 
     def _counts(self, low: int, high: int, samples: int) -> list[int]:
         """Return the number of samples of each of the sources low .. high-1 among their first `samples`."""
@@ -128,8 +128,8 @@ class Mixture:
         return [*self._counts(low, middle, in_first), *self._counts(middle, high, samples - in_first)]
 
 
-def _mix(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
-    """Mix the bits of uint64 values in place, with `scratch` as temporary memory."""
+def _mix_bits(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
+    """Mix the bits of uint64 values in place, using `scratch` as temporary memory."""
     shifted = np.right_shift(bits, _SHIFTS[0], out=scratch)
     bits ^= shifted
     bits *= _MULTIPLIER1
@@ -154,6 +154,6 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         unchanged, changed, mask = (low, high, high_mask) if round_index % 2 else (high, low, low_mask)
         np.multiply(unchanged, _INCREMENT, out=hashed)
         hashed += key
-        changed ^= np.bitwise_and(_mix(hashed, scratch), mask, out=hashed)
+        changed ^= np.bitwise_and(_mix_bits(hashed, scratch), mask, out=hashed)
         key += round_increment
     return high << low_bits | low

@@ -25,7 +25,7 @@ def document_starts(
         start: token offset of each span within its shard.
         length: number of tokens of each span.
         document: index of the document that contains each span's first token.
-        separators: number of documents of each span, minus one.
+        separators: number of separators in each span: its documents, minus one.
 
     Returns:
         (index of each document's span, ascending; token offset of its start within the shard), int64 [D] each.
@@ -36,12 +36,12 @@ def document_starts(
     while len(unfinished):
         document = document + 1
         boundary = text.document_start(shard[unfinished], document)
-        inside = boundary < start[unfinished] + length[unfinished]
-        unfinished, document, boundary = unfinished[inside], document[inside], boundary[inside]
+        is_inside = boundary < start[unfinished] + length[unfinished]
+        unfinished, document, boundary = unfinished[is_inside], document[is_inside], boundary[is_inside]
         spans.append(unfinished)
         starts.append(boundary)
     span, offset = np.concatenate(spans), np.concatenate(starts)
     order = np.lexsort((offset, span))
     span, offset = span[order], offset[order]
-    is_new = np.append(True, (np.diff(span) > 0) | (np.diff(offset) > 0))  # drops empty documents
-    return span[is_new], offset[is_new]
+    is_kept = np.append(True, (np.diff(span) > 0) | (np.diff(offset) > 0))  # drops empty documents
+    return span[is_kept], offset[is_kept]

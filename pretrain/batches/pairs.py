@@ -16,11 +16,11 @@ import numpy as np
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.text import ShardText
 
-# Counters of the independent random draws for a sample; the index of the round is added to the last three.
+# Counters for `draw`, for independent random numbers of a sample; the index of the round is added to the last three.
 _LABEL, _SPLIT, _TIE, _INSIDE = 0, 16, 32, 48
 _LABEL_1_SHARE = 0.5  # share of label 1 among the labeled samples (Devlin et al. 2019, appendix A.2)
-_SENTENCE_ROUNDS = 2  # rounds of finding partners; after the first, samples without one start B at another sentence
-_INSIDE_ROUNDS = 3  # further rounds, in which they start B at a token inside a sentence
+_SENTENCE_ROUNDS = 2  # rounds of finding partners; after the first, B starts at another sentence in samples without one
+_INSIDE_ROUNDS = 3  # further rounds, in which B starts at a token inside a sentence
 IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 
 
@@ -29,7 +29,7 @@ class PairSpans:
     """Spans of tokens to be divided into A and B, each within one document."""
 
     cell: np.ndarray  # index of the sample's cell
-    shard: np.ndarray
+    shard: np.ndarray  # index of the shard
     start: np.ndarray  # offset of the first token
     end: np.ndarray  # offset after the last token
     first_sentence: np.ndarray  # index of the first sentence that starts after `start`
@@ -50,17 +50,17 @@ class Segments:
     """The split of each span into A and B, and the sample from which each sample gets its B."""
 
     split: np.ndarray  # token offset of the start of B
-    b_source: np.ndarray  # index of the sample whose B it gets
+    b_source: np.ndarray  # index of the sample whose B this sample gets
     label: np.ndarray  # 0, 1 or `IGNORED`
 
 
 def random_splits(text: ShardText, spans: PairSpans) -> np.ndarray:
-    """Draw the token offset at which B starts: a random sentence start inside the span, else any token."""
+    """Draw the token offset at which B starts: a random sentence start inside the span or, if none, any token."""
     bits = draw(spans.key, _SPLIT)
     split = spans.start + 1 + below(bits, spans.end - spans.start - 1)
     rows = np.flatnonzero(spans.num_sentences)
     sentence = spans.first_sentence[rows] + below(bits[rows], spans.num_sentences[rows])
-    split[rows] = text.offset(spans.shard[rows], sentence)
+    split[rows] = text.sentence_start(spans.shard[rows], sentence)
     return split
 
 
@@ -68,17 +68,17 @@ def exchange_segments(text: ShardText, spans: PairSpans) -> Segments:
     """Exchange the Bs of half of the couples; label 1 marks an exchanged B.
 
     A couple is two samples of different documents in a cell. Their Bs have equal lengths, and both or neither start
-    (and both or neither end) at a sentence boundary. Samples without such a partner are split again, inside a sentence.
-    If they still find none, they have no label.
+    (and both or neither end) at a sentence boundary. Samples without a partner are split again, inside a sentence. If
+    they still find none, they have no label.
     """
     split, partner = random_splits(text, spans), np.full(len(spans.cell), -1)
     for round_ in range(_SENTENCE_ROUNDS):
         _couple_at_sentences(text, spans, split, partner, round_)
     _couple_inside(text, spans, split, partner)
     samples = np.arange(len(partner))
-    coin = uniform(draw(spans.key[np.minimum(samples, partner)], _LABEL)) < _LABEL_1_SHARE
+    label = uniform(draw(spans.key[np.minimum(samples, partner)], _LABEL)) < _LABEL_1_SHARE
     has_partner = partner >= 0
-    return Segments(split, np.where(has_partner & coin, partner, samples), np.where(has_partner, coin, IGNORED))
+    return Segments(split, np.where(has_partner & label, partner, samples), np.where(has_partner, label, IGNORED))
 
 
 def swap_segments(text: ShardText, spans: PairSpans) -> Segments:
@@ -91,8 +91,8 @@ def swap_segments(text: ShardText, spans: PairSpans) -> Segments:
     split[rows] = spans.start[rows] + 1 + below(draw(spans.key[rows], _INSIDE), (spans.end - spans.start)[rows] - 1)
     split_is_inside = _is_inside(text, spans, np.arange(len(split)), spans.end - split)
     has_label = (spans.starts_at_sentence == spans.ends_at_sentence) & (spans.starts_at_sentence != split_is_inside)
-    coin = uniform(draw(spans.key, _LABEL)) < _LABEL_1_SHARE
-    return Segments(split, np.arange(len(split)), np.where(has_label, coin, IGNORED))
+    is_swapped = uniform(draw(spans.key, _LABEL)) < _LABEL_1_SHARE
+    return Segments(split, np.arange(len(split)), np.where(has_label, is_swapped, IGNORED))
 
 
 def _couple_at_sentences(
@@ -102,18 +102,18 @@ def _couple_at_sentences(
     rows = np.flatnonzero((partner < 0) & (spans.num_sentences > 0))
     if round_:
         sentence = spans.first_sentence[rows] + below(draw(spans.key[rows], _SPLIT + round_), spans.num_sentences[rows])
-        split[rows] = text.offset(spans.shard[rows], sentence)
+        split[rows] = text.sentence_start(spans.shard[rows], sentence)
     length = spans.end[rows] - split[rows]
     group = ((spans.cell[rows] << 32) | (length << 1) | spans.ends_at_sentence[rows]).astype(np.uint64)
     order = np.lexsort((draw(spans.key[rows], _TIE + round_), group))
     rows, group = rows[order], group[order]
     index = _index_in_run(group)
-    first = np.flatnonzero((index[:-1] % 2 == 0) & (group[1:] == group[:-1])) if len(rows) else index
-    _couple(spans, partner, rows[first], rows[first + 1])
+    first_of_couple = np.flatnonzero((index[:-1] % 2 == 0) & (group[1:] == group[:-1])) if len(rows) else index
+    _couple(spans, partner, rows[first_of_couple], rows[first_of_couple + 1])
 
 
 def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray) -> None:
-    """Couple the remaining samples: split them inside sentences, into Bs of equal lengths."""
+    """Couple the remaining samples: split them inside sentences, so that their Bs have equal lengths."""
     rows = np.flatnonzero(partner < 0)
     group = (spans.cell[rows] << 1) | spans.ends_at_sentence[rows]
     order = np.lexsort((draw(spans.key[rows], _TIE + _SENTENCE_ROUNDS), spans.document[rows], group))
@@ -121,8 +121,8 @@ def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner
     # Samples of a document are adjacent, so a sample half a group away is from another document, unless one document
     # has more than half of the samples.
     index, half = _index_in_run(group), _run_lengths(group) // 2
-    first = np.flatnonzero(index < half)
-    row_a, row_b = rows[first], rows[first + half[first]]
+    first_of_couple = np.flatnonzero(index < half)
+    row_a, row_b = rows[first_of_couple], rows[first_of_couple + half[first_of_couple]]
     shorter = np.minimum(spans.end[row_a] - spans.start[row_a], spans.end[row_b] - spans.start[row_b])
     for round_ in range(_INSIDE_ROUNDS):
         length = 1 + below(draw(spans.key[row_a], _INSIDE + round_), shorter - 1)
@@ -135,10 +135,10 @@ def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner
 
 
 def _is_inside(text: ShardText, spans: PairSpans, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return whether the last `length` tokens of the spans `rows` start inside a sentence."""
+    """Return, for each of the spans `rows`, whether its last `length` tokens start inside a sentence."""
     shard, start, stop = spans.shard[rows], spans.end[rows] - length, spans.stop_sentence[rows]
-    sentence = text.first_at_least(shard, spans.first_sentence[rows], stop, start)
-    return (sentence >= stop) | (text.offset(shard, np.minimum(sentence, stop)) != start)
+    sentence = text.sentence_from(shard, spans.first_sentence[rows], stop, start)
+    return (sentence >= stop) | (text.sentence_start(shard, np.minimum(sentence, stop)) != start)
 
 
 def _couple(spans: PairSpans, partner: np.ndarray, row_a: np.ndarray, row_b: np.ndarray) -> None:

@@ -33,7 +33,7 @@ class SamplePlan:
     lengths: np.ndarray  # number of tokens, including special tokens
     document: np.ndarray  # index of the document that contains the first token; used only if segments cross documents
     separators: np.ndarray  # number of separators between the documents of the segment
-    ends_at_sentence: np.ndarray  # bool, whether the span stops at a sentence boundary
+    ends_at_sentence: np.ndarray  # bool, whether the end of the sample is a sentence boundary
 
     @property
     def content_length(self) -> np.ndarray:
@@ -73,16 +73,16 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     starts = np.concatenate(([0], np.cumsum(plan.lengths)))
     cls_positions = starts[:-1]
     source_index, separators, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
-    index = np.arange(starts[-1])
+    positions = np.arange(starts[-1])
     sequence = np.repeat(np.arange(len(cls_positions)), plan.lengths)
-    source_index += index
+    source_index += positions
     # Special tokens are not in the shards: fetch any token, which is replaced below.
     source_index[cls_positions] = source_index[cls_positions + 1]
     source_index[separators] = source_index[1]
     input_ids = text.tokens.array.take(source_index).astype(np.int64)
     if (largest := input_ids.max()) >= shards.vocabulary_size:
         raise InputError(
-            f"{shards.folder}: token {largest} in a shard, but the vocabulary has "
+            f"{shards.folder}: token id {largest} in a shard, but the vocabulary has "
             f"{shards.vocabulary_size} entries; a shard is damaged. Prepare the corpus again."
         )
     input_ids[cls_positions] = special["cls"]
@@ -90,33 +90,33 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     is_content = np.ones(starts[-1], bool)
     is_content[cls_positions] = False
     is_content[separators] = False
-    return PackedTokens(input_ids, token_types, index - cls_positions[sequence], starts, sequence, is_content)
+    return PackedTokens(input_ids, token_types, positions - cls_positions[sequence], starts, sequence, is_content)
 
 
 def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Like `_layout`, for [CLS] A [SEP] B [SEP]; `starts`, int64 [S], are the starts of the sequences."""
-    from_a = text.tokens.spans(plan.shard_a, plan.start_a, plan.length_a)
-    from_b = text.tokens.spans(plan.shard_b, plan.start_b, plan.length_b)
+    source_a = text.tokens.spans(plan.shard_a, plan.start_a, plan.length_a)
+    source_b = text.tokens.spans(plan.shard_b, plan.start_b, plan.length_b)
     b_starts = starts + plan.length_a + 2
-    spans = _interleave(plan.length_a + 2, plan.length_b + 1)
-    offsets = np.repeat(_interleave(from_a - starts - 1, from_b - b_starts), spans)
-    token_types = np.repeat(np.tile((0, 1), len(starts)), spans)
+    lengths = _interleave(plan.length_a + 2, plan.length_b + 1)
+    offsets = np.repeat(_interleave(source_a - starts - 1, source_b - b_starts), lengths)
+    token_types = np.repeat(np.tile((0, 1), len(starts)), lengths)
     return offsets, np.concatenate((b_starts - 1, b_starts + plan.length_b)), token_types
 
 
 def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (index of each position's source token minus the position; positions of [SEP]; token types)."""
+    """Return (per output position, index of its source token minus the position; positions of [SEP]; token types)."""
     start = plan.start_a
-    first = text.tokens.spans(plan.shard_a, start, plan.length_a)
+    source_start = text.tokens.spans(plan.shard_a, start, plan.length_a)
     sequence, document_start = document_starts(text, plan.shard_a, start, plan.length_a, plan.document, plan.separators)
     is_first = np.diff(sequence, prepend=-1) > 0
     ends = np.append(document_start[1:], 0)
     is_last = np.append(is_first[1:], True)
     ends[is_last] = (start + plan.length_a)[sequence[is_last]]
     lengths = ends - document_start + 1 + is_first  # [CLS] before a sequence's first document, [SEP] after every one
-    stops = np.cumsum(lengths)
-    offsets = first[sequence] + document_start - start[sequence] - (stops - 1 - (ends - document_start))
-    return np.repeat(offsets, lengths), stops - 1, np.zeros(stops[-1], np.int64)
+    output_ends = np.cumsum(lengths)
+    offsets = source_start[sequence] + document_start - start[sequence] - (output_ends - 1 - (ends - document_start))
+    return np.repeat(offsets, lengths), output_ends - 1, np.zeros(output_ends[-1], np.int64)
 
 
 def _interleave(first: np.ndarray, second: np.ndarray) -> np.ndarray:

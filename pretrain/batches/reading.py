@@ -11,8 +11,8 @@ from pretrain.batches.source import SourceSamples
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-_BLOCKS = 8  # blocks counted of each source: about 8 million tokens
-_BATCH_SAMPLES = 1 << 14
+_BLOCKS = 8  # number of blocks of each source that are counted: about 8 million tokens
+_BATCH_SAMPLES = 1 << 14  # number of samples planned at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reading:
 
 
 def count_readings(shards: TokenShards, config: PretrainConfig) -> list[dict[str, Any]]:
-    """Return a `Reading`, as a dict, of each sequence length in the config's phases.
+    """Return a `Reading`, as a dict, for each sequence length in the config's phases.
 
     Raises `InputError` if the corpus has no sample.
     """
@@ -50,12 +50,12 @@ def count_readings(shards: TokenShards, config: PretrainConfig) -> list[dict[str
 
 
 def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> Reading:
-    """Plan a window of each source, of about 8 million tokens, and count how often each token is read.
+    """Plan the first window of each source, about 8 million tokens, and count how often each token is read.
 
     Raises `InputError` if the corpus has no sample.
     """
     sampler = Sampler(shards, config.pairs, sequence_length=length, seed=config.seed, window_blocks=_BLOCKS)
-    counts = [_count(source) for source in sampler.sources if source.samples]
+    counts = [_count_window(source) for source in sampler.sources if source.samples]
     tokens, reads, unread, twice, samples, total, ends, labeled = np.sum(counts, axis=0).tolist()
     return Reading(
         sequence_length=length,
@@ -70,28 +70,28 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
     )
 
 
-def _count(source: SourceSamples) -> Sequence[float]:
+def _count_window(source: SourceSamples) -> Sequence[float]:
     """Count a source's first window; return the numbers of (tokens, reads, unread tokens, tokens read twice or more,
     samples, tokens of the samples, samples that end at a sentence boundary, labeled samples).
     """
     shard, start, end = source.window_text(0, 0)
     order = np.lexsort((start, shard))
     shard, start, end = shard[order], start[order], end[order]
-    base = np.cumsum(end - start) - (end - start)
+    block_start = np.cumsum(end - start) - (end - start)
     key = (shard << 48) + start
-    changes = np.zeros(int((end - start).sum()) + 1, np.int8)
-    first, last = source.order.epoch(0).samples[:2].tolist()
+    changes = np.zeros(int((end - start).sum()) + 1, np.int8)  # differences of the reads of adjacent tokens
+    first, stop = source.order.epoch(0).samples_before[:2].tolist()
     sums = np.zeros(4)
-    for batch_start in range(first, last, _BATCH_SAMPLES):
-        plan = source.plan(np.arange(batch_start, min(last, batch_start + _BATCH_SAMPLES)))
+    for batch_start in range(first, stop, _BATCH_SAMPLES):
+        plan = source.plan(np.arange(batch_start, min(stop, batch_start + _BATCH_SAMPLES)))
         for segment_shard, segment_start, length in (
             (plan.shard_a, plan.start_a, plan.length_a),
             (plan.shard_b, plan.start_b, plan.length_b),
         ):
             block = np.searchsorted(key, (segment_shard << 48) + segment_start, side="right") - 1
-            position = base[block] + segment_start - start[block]
+            position = block_start[block] + segment_start - start[block]
             np.add.at(changes, position, 1)
             np.add.at(changes, position + length, -1)
         sums += len(plan.key), plan.lengths.sum(), plan.ends_at_sentence.sum(), (plan.label >= 0).sum()
-    times = np.cumsum(changes[:-1], dtype=np.int8)
-    return [len(times), times.sum(dtype=np.int64), (times == 0).sum(), (times > 1).sum(), *sums]
+    reads = np.cumsum(changes[:-1], dtype=np.int8)
+    return [len(reads), reads.sum(dtype=np.int64), (reads == 0).sum(), (reads > 1).sum(), *sums]

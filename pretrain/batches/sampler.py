@@ -36,29 +36,25 @@ SAMPLER_VERSION = 4
 
 @dataclass(frozen=True)
 class Rollback:
-    """The latest rollback of a run: from `step` on, the run reads the data that follows the progress `read`."""
+    """The latest rollback of a run: from `step` on, the run reads the data that follows `read`."""
 
     step: int
     read: list[list[Any]]  # progress in each source: [name, fingerprint, *SourceProgress]
 
 
 def make_rollback(
-    shards: TokenShards, config: PretrainConfig, step: int, failed: int, before: Rollback | None
+    shards: TokenShards, config: PretrainConfig, step: int, steps_read: int, previous: Rollback | None
 ) -> Rollback:
-    """Return the rollback to `step` of a run that has already read the data of its first `failed` steps.
-
-    Args:
-        before: the previous rollback.
-    """
-    phase, phase_step = config.phase_at(failed - 1)
-    sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=before)
-    read = sampler.read_after(config.phases[phase].first_sample(phase_step + 1))
-    known = zip(_source_names(shards), read, strict=True)
-    return Rollback(step, [[*source, *astuple(progress)] for source, progress in known if progress is not None])
+    """Return the rollback to `step` of a run that has read the data of its first `steps_read` steps."""
+    phase, phase_step = config.phase_at(steps_read - 1)
+    sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=previous)
+    all_progress = sampler.progress_after(config.phases[phase].first_sample(phase_step + 1))
+    pairs = zip(_source_names(shards), all_progress, strict=True)
+    return Rollback(step, [[*source, *astuple(progress)] for source, progress in pairs if progress is not None])
 
 
 def phase_sampler(shards: TokenShards, config: PretrainConfig, phase: int, **arguments: Any) -> Sampler:
-    """Return the sampler of a phase; it has the arguments and errors of `phase_samplers`."""
+    """Return the sampler of a phase; arguments and errors are as in `phase_samplers`."""
     return next(itertools.islice(phase_samplers(shards, config, **arguments), phase, None))
 
 
@@ -75,17 +71,17 @@ def phase_samplers(
     If the sequence length changes, a source continues after the window that it is reading.
 
     Args:
-        rollback: the run's latest rollback. The sampler of the rollback's phase is only valid from its step on.
+        rollback: the run's latest rollback. The sampler of the rollback's phase is only valid from that step on.
         machine: the machine whose samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
     rollback_phase, phase_step = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
-    planned: Sequence[SourceProgress | None] = ()
+    planned_progress: Sequence[SourceProgress | None] = ()
     resumed: tuple[int, Sequence[SourceProgress | None]] | None = None
-    for number, settings in enumerate(config.phases):
-        if rollback and number == rollback_phase:
-            resumed = settings.first_sample(phase_step), _read_before(rollback, shards)
+    for phase_index, settings in enumerate(config.phases):
+        if rollback and phase_index == rollback_phase:
+            resumed = settings.first_sample(phase_step), _rollback_progress(rollback, shards)
         make_sampler = functools.partial(
             Sampler,
             shards,
@@ -93,18 +89,18 @@ def phase_samplers(
             sequence_length=settings.sequence_length,
             seed=seed,
             phase=settings,
-            where=f"phases.{number}",
-            start=planned,
-            batch=settings.global_sequences,
+            where=f"phases.{phase_index}",
+            start=planned_progress,
+            batch_size=settings.global_sequences,
             machine=machine,
         )
         sampler = make_sampler(resumed=resumed)
         yield sampler
-        planned = (make_sampler() if resumed else sampler).read_after(settings.sequences)
-        resumed = resumed and (0, sampler.read_after(settings.sequences))
+        planned_progress = (make_sampler() if resumed else sampler).progress_after(settings.sequences)
+        resumed = resumed and (0, sampler.progress_after(settings.sequences))
 
 
-def _read_before(rollback: Rollback, shards: TokenShards) -> list[SourceProgress | None]:
+def _rollback_progress(rollback: Rollback, shards: TokenShards) -> list[SourceProgress | None]:
     known = {(name, fingerprint): SourceProgress(*progress) for name, fingerprint, *progress in rollback.read}
     return [known.get(source) for source in _source_names(shards)]
 
@@ -115,7 +111,7 @@ def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
 
 
 def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
-    """Return the sampler for evaluation in a phase: independent of the seed, with the corpus's mix of sources."""
+    """Return the sampler of held-out text for a phase: independent of the seed, with the corpus's mix of sources."""
     length = config.phases[phase].sequence_length
     return Sampler(shards, config.pairs, sequence_length=length, seed=0)
 
@@ -129,14 +125,14 @@ class Sampler:
     Args:
         phase: the phase that sets the share of each source; without it, the weights in the corpus apply.
         where: path of `phase` in the config, for errors.
-        start: progress in each source at the planned start of the phase, from `read_after`.
+        start: progress in each source at the planned start of the phase, from `progress_after`.
         resumed: after a rollback: (first sample, progress in each source before it).
-        batch: number of samples that are read together; windows are never smaller.
-        block_tokens: approximate tokens of a block; by default, the blocks of the corpus are used.
-        window_blocks: minimum total number of blocks in the sources' windows, by default `WINDOW_BLOCKS`.
+        batch_size: number of samples in a batch; windows are large enough for a batch.
+        block_tokens: approximate tokens per block; by default, the blocks of the corpus are used.
+        window_blocks: minimum number of blocks in the windows of all sources together, by default `WINDOW_BLOCKS`.
         machine: the machine whose samples can be planned (`owners`).
 
-    Raises `InputError` if the corpus has no sample, or a configured source does not exist.
+    Raises `InputError` if the corpus has no sample or lacks a configured source.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class Sampler:
         where: str = "",
         start: Sequence[SourceProgress | None] = (),
         resumed: tuple[int, Sequence[SourceProgress | None]] | None = None,
-        batch: int = 1,
+        batch_size: int = 1,
         block_tokens: int = 0,
         window_blocks: int = 0,
         machine: Machine = Machine(),  # noqa: B008 - frozen
@@ -166,14 +162,14 @@ class Sampler:
         crosses_documents = pairs.chosen_format == "full_sentences"
         min_tokens = 2 if self.paired or crosses_documents else 1
         cutting = Cutting(self.capacity, min_tokens, pairs.short_share, crosses_documents)
-        shards_of = [shards.of_source(source) for source in range(len(shards.sources))]
-        self._check_partners(shards_of)
-        blocks = [blocks_of(shards.shards, indices, block_tokens) for indices in shards_of]
+        source_shards = [shards.of_source(source) for source in range(len(shards.sources))]
+        self._check_partners(source_shards)
+        blocks = [blocks_of(shards.shards, indices, block_tokens) for indices in source_shards]
         counts = sample_counts(self._text, blocks, cutting, shards)
         shares = _uncapped_shares(shards, phase, [int(block_counts.sum()) for block_counts in counts], where)
         total_blocks = window_blocks or WINDOW_BLOCKS
-        start = list(start) or [None] * len(shards_of)
-        first, self._start = resumed or (0, start)
+        start = list(start) or [None] * len(source_shards)
+        first_sample, self._start = resumed or (0, start)
         self.sources = [
             SourceSamples(
                 self._text,
@@ -184,30 +180,31 @@ class Sampler:
                 pairs=pairs,
                 fingerprint=shards.source_fingerprint(index),
                 seed=seed,
-                window_blocks=window_blocks_for(source_counts, batch, share, total_blocks),
-                before=self._start[index],
+                window_blocks=window_blocks_for(source_counts, batch_size, share, total_blocks),
+                progress=self._start[index],
                 machine=machine,
                 streamed=_streamed_blocks(shards, source_blocks),
             )
             for index, (shard_indices, source_blocks, source_counts, share) in enumerate(
-                zip(shards_of, blocks, counts, shares, strict=True)
+                zip(source_shards, blocks, counts, shares, strict=True)
             )
         ]
         # A rollback changes which samples are read, but not the mix.
-        read = self._first_samples_after(start)
-        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
+        samples_read = self._first_samples_after(start)
+        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], samples_read, where)
         self._mixture = Mixture(self.mix.shares)
-        self._before = self._mixture.counts(first)  # samples of each source that earlier samplers have read
-        self._first = np.subtract(self._first_samples_after(self._start), self._before).tolist()
+        self._earlier_counts = self._mixture.counts(first_sample)  # samples of each source that earlier samplers read
+        # Added to a sample's index among the phase's samples of a source, to get its index in the source.
+        self._offsets = np.subtract(self._first_samples_after(self._start), self._earlier_counts).tolist()
 
     def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
         """Return the index of the first sample of each source after its `progress`."""
-        source_progress = zip(self.sources, progress, strict=True)
-        return [source.first_after(before) if source.samples else 0 for source, before in source_progress]
+        pairs = zip(self.sources, progress, strict=True)
+        return [source.first_after(position) if source.samples else 0 for source, position in pairs]
 
     @contextlib.contextmanager
     def keep_text_cached(self) -> Iterator[None]:
-        """Keep the text of samples that are planned inside this context cached; only one thread can be inside."""
+        """Keep the text of all samples that are planned in this context cached; only one thread can enter it."""
         with self._lock:
             for source in self.sources:
                 source.held_windows = []
@@ -228,7 +225,7 @@ class Sampler:
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples in one pass over the corpus."""
-        return self.mix.epoch
+        return self.mix.epoch_samples
 
     @property
     def identity(self) -> list[list[Any]]:
@@ -237,23 +234,23 @@ class Sampler:
         return [[*source, share] for source, share in named_shares if share]
 
     def readings(self, samples: int, skipped_tokens: Sequence[int] = ()) -> list[SourceReading]:
-        """Return how much of each source the first `samples` read; `skipped_tokens` are counts for each source."""
+        """Return how much of each source the first `samples` read; `skipped_tokens` has a count per source."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
         epoch_samples = np.array([max(1, source.samples) for source in self.sources])
-        shares = counts * tokens / epoch_samples
+        tokens_read = counts * tokens / epoch_samples
         return [
             SourceReading(
                 source.get("name", "replayed text"),
-                float(shares[number] / shares.sum()),
-                float(counts[number] / epoch_samples[number]),
-                float((self._first[number] + counts[number]) / epoch_samples[number]),
-                self.mix.capped[number],
-                skipped_tokens[number] if skipped_tokens else 0,
+                float(tokens_read[index] / tokens_read.sum()),
+                float(counts[index] / epoch_samples[index]),
+                float((self._offsets[index] + counts[index]) / epoch_samples[index]),
+                self.mix.capped[index],
+                skipped_tokens[index] if skipped_tokens else 0,
             )
-            for number, source in enumerate(self.shards.sources)
-            if counts[number]
+            for index, source in enumerate(self.shards.sources)
+            if counts[index]
         ]
 
     def counts(self, samples: int) -> list[int]:
@@ -266,41 +263,41 @@ class Sampler:
         limited._mixture = Mixture(counts)
         return limited
 
-    def read_after(self, samples: int) -> list[SourceProgress | None]:
+    def progress_after(self, samples: int) -> list[SourceProgress | None]:
         """Return the progress in each source after the first `samples`: the `start` of the next phase's sampler."""
         counts = self._mixture.counts(samples)
-        rows = zip(self.sources, self._first, counts, self._before, self._start, strict=True)
+        columns = zip(self.sources, self._offsets, counts, self._earlier_counts, self._start, strict=True)
         return [
-            source.progress(first + count) if count > earlier else before
-            for source, first, count, earlier, before in rows
+            source.progress(offset + count) if count > earlier else start
+            for source, offset, count, earlier, start in columns
         ]
 
     def skipped_tokens(self, source: int, reader: SourceSamples | None) -> int:
-        """Count the tokens that this sampler skips in the window that `reader`, which last read the source, has not
-        finished; 0 if both cut samples in the same way.
+        """Count the tokens of a source that this sampler skips: the rest of the open window of `reader`, which read the
+        source last; 0 if both cut samples in the same way.
         """
-        before = self._start[source]
-        return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
+        start = self._start[source]
+        return reader.count_unread(start) if reader and start and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the index of the machine that reads each sample, int64 [B]. Machines read nearly the same number."""
-        source, before = self._mixture.locate(samples)
+        """Return the index of the machine that reads each sample, int64 [B]; all read nearly the same number."""
+        source, earlier = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
-        for number in np.unique(source).tolist():
-            indices = np.flatnonzero(source == number)
-            owner[indices] = self.sources[number].owners(before[indices] + self._first[number])
+        for source_index in np.unique(source).tolist():
+            indices = np.flatnonzero(source == source_index)
+            owner[indices] = self.sources[source_index].owners(earlier[indices] + self._offsets[source_index])
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` of this machine (int64 [B], indices counted across epochs). Reads only offsets, no tokens."""
+        """Plan `samples` of this machine (int64 [B], indices counted across epochs). Reads offsets, but no tokens."""
         self._text.count_lookups(len(samples))
-        source, before = self._mixture.locate(samples)
-        plans, rows = [], []
-        for number in np.unique(source).tolist():
-            indices = np.flatnonzero(source == number)
-            plans.append(self.sources[number].plan(before[indices] + self._first[number]))
-            rows.append(indices)
-        plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+        source, earlier = self._mixture.locate(samples)
+        plans, positions = [], []
+        for source_index in np.unique(source).tolist():
+            indices = np.flatnonzero(source == source_index)
+            plans.append(self.sources[source_index].plan(earlier[indices] + self._offsets[source_index]))
+            positions.append(indices)
+        plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
         plan.sample_index[:] = samples
         return plan
 
@@ -308,9 +305,9 @@ class Sampler:
         """Fetch the tokens of a plan, as described in `pretrain.batches.plan.gather`."""
         return gather(self.shards, self._text, plan, paired=self.paired)
 
-    def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
+    def _check_partners(self, source_shards: Sequence[Sequence[int]]) -> None:
         """Raise `InputError` if random next sentences are configured, but no source has two documents."""
-        largest = max(sum(self._text.document_count(shard) for shard in indices) for indices in shards)
+        largest = max(sum(self._text.document_count(shard) for shard in indices) for indices in source_shards)
         if self.pairs.objective == "nsp" and largest < 2:
             raise InputError(
                 f"{self.shards.folder}: {counted(largest, 'document')} in its largest source, but random next "
@@ -319,7 +316,7 @@ class Sampler:
 
 
 def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """Return the share of each source in a phase, regardless of earlier phases; window sizes depend on it."""
+    """Return the share of each source in a phase without `max_epochs`; window sizes depend on it."""
     uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
     shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
     return [share / sum(shares) for share in shares]

@@ -22,8 +22,8 @@ class MaskingVocabulary:
 
     mask_id: int
     replacement_ids: np.ndarray  # int64, ascending ids of entries that may replace a token: not special, not unused
-    edges: WordEdges  # which entries start a word
-    entries: Sequence[str] = ()  # [V], the text of each entry
+    edges: WordEdges  # says which entries start a word
+    entries: Sequence[str] = ()  # text of each entry, [V]
 
 
 class MaskingScheme:
@@ -34,9 +34,9 @@ class MaskingScheme:
     """
 
     has_exact_counts: ClassVar[bool] = False
-    """True if a sequence always gets as many masked tokens as its limit, or as it has tokens that are not special.
+    """True if every sequence gets as many masked tokens as its limit and its number of non-special tokens allow.
 
-    If False, the ranks exchange their counts, or each rank masks the whole global batch to count its masked tokens.
+    If False, the ranks exchange their counts, or each rank masks the whole global batch to count the masked tokens.
     """
 
     def __init__(self, masking: MaskingConfig, vocabulary: MaskingVocabulary) -> None:
@@ -49,7 +49,7 @@ class MaskingScheme:
         Args:
             tokens: S concatenated sequences with T tokens in total.
             bits: random bits of each token, uint64 [T].
-            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its tokens that are not special.
+            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its number of non-special tokens.
 
         Returns:
             Ascending indices of the chosen tokens, int64 [K].
@@ -61,24 +61,24 @@ class MaskingScheme:
 
         Args:
             labels: ids of the chosen tokens, int64 [K].
-            bits: their random bits, uint64 [K].
+            bits: random bits of the chosen tokens, uint64 [K].
 
         Returns:
-            Token ids, int64 [K]; each case occurs in its configured share.
+            Input ids, int64 [K]; each of the three cases occurs in its configured share.
         """
         choice = uniform(draw(bits, _CHOOSE))
-        masked = choice < self.masking.mask_share
-        random = ~masked & (choice < self.masking.mask_share + self.masking.random_share)
-        replaced = np.where(masked, self.vocabulary.mask_id, labels)
+        is_masked = choice < self.masking.mask_share
+        is_random = ~is_masked & (choice < self.masking.mask_share + self.masking.random_share)
+        input_ids = np.where(is_masked, self.vocabulary.mask_id, labels)
         ids = self.vocabulary.replacement_ids
-        replaced[random] = ids[below(draw(bits[random], _REPLACE), len(ids))]
-        return replaced
+        input_ids[is_random] = ids[below(draw(bits[is_random], _REPLACE), len(ids))]
+        return input_ids
 
 
 def word_heads(tokens: PackedTokens, candidates: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
-    """Return ascending indices into `candidates` (indices of tokens that are not special) that start a word, int64.
+    """Find the tokens that start a word; `candidates` are the ascending indices of all non-special tokens.
 
-    The first token after a special token always starts a word.
+    Returns ascending indices into `candidates`, int64. The first token after a special token always starts a word.
     """
     is_start = vocabulary.edges.word_starts(tokens.input_ids[candidates])
     is_start[0] = True
@@ -89,8 +89,8 @@ def word_heads(tokens: PackedTokens, candidates: np.ndarray, vocabulary: Masking
 def shuffle(tokens: PackedTokens, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle `index`, ascending indices of tokens, within each sequence.
 
-    Return (end of each sequence in the result, int64 [S]; the result). This is one sort of 64-bit integers that consist
-    of the index of the sequence, up to 32 random bits, and the position.
+    Returns (end of each sequence in the shuffled indices, int64 [S]; shuffled indices). Sorts 64-bit integers that
+    consist of the index of the sequence, up to 32 random bits, and the position.
     """
     sequences = len(tokens.starts) - 1
     position_bits = int(tokens.positions.max(initial=0)).bit_length()
@@ -109,5 +109,5 @@ def shuffle(tokens: PackedTokens, index: np.ndarray, bits: np.ndarray) -> tuple[
 
 
 def per_sequence(tokens: PackedTokens, index: np.ndarray) -> np.ndarray:
-    """Count the tokens `index` in each sequence, int64 [S]."""
+    """Return the number of the tokens `index` in each sequence, int64 [S]."""
     return np.bincount(tokens.sequence[index], minlength=len(tokens.starts) - 1)

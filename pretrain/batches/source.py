@@ -20,10 +20,10 @@ from pretrain.batches.text import DocumentSentences, JoinedSentences, ShardText,
 from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
-_CELL_LENGTHS = 8  # samples of a cell (`pairs`) per token of a sequence: most lengths of B occur several times in it
-_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2
+_CELL_SAMPLES = 8  # samples of a cell (`pairs`) per token of capacity, so that most lengths of B occur several times
+_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2  # number of layers and windows that are cached
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # 2^32 / golden ratio: its multiples modulo 2^32 are evenly spread
-_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # numbers of samples processed at a time
+_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # number of samples processed at a time
 _WINDOW_BITS = 32  # bits for the index of a window in an epoch
 _OFFSET_BITS = 44  # bits for a token offset within a shard
 _SHARE_BLOCKS = 16  # minimum blocks in a share of a window, so that shares have nearly the same number of tokens
@@ -33,24 +33,24 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """Position in a source, independent of how it was read, so that invariant 1 holds across phases."""
+    """Position in a source, independent of how the source was read, so that invariant 1 holds across phases."""
 
-    cutting: str  # identity of the cutting; a sampler with another one continues after the open window
+    cutting: str  # identity of the `Cutting`; a sampler with another cutting continues after the open window
     sample: int  # index of the next sample, counted across epochs
     epoch: int
     start: int  # start of the open (partly read) window in the epoch's block order
-    stop: int  # end of the open window; equals `start` if no window is open
+    stop: int  # end of the open window; equal to `start` if no window is open
 
-    def window(self, blocks: int, *, continued: bool) -> OpenWindow:
-        """Return the open window if `continued`, else the empty window after it; the source has `blocks` blocks."""
-        if continued:
+    def window(self, blocks: int, *, is_continued: bool) -> OpenWindow:
+        """Return the open window if `is_continued`, else the empty window after it, in a source of `blocks` blocks."""
+        if is_continued:
             return OpenWindow(self.epoch, self.start, self.stop)
         return OpenWindow(self.epoch + 1, 0, 0) if self.stop == blocks else OpenWindow(self.epoch, self.stop, self.stop)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the machines of a run, which divide the text of a window."""
+    """One of the machines that divide the text of a window among them."""
 
     index: int = 0
     count: int = 1
@@ -72,7 +72,7 @@ class SourceSamples:
         counts: number of samples of each block, [N].
         fingerprint: digest of the source's tokens.
         window_blocks: minimum number of blocks of a window.
-        before: position up to which the source has been read.
+        progress: position up to which the source has been read; None for the start.
         machine: the machine whose samples can be planned (`owners`).
         streamed: the cache of the source's blocks, if the source is streamed.
     """
@@ -89,21 +89,21 @@ class SourceSamples:
         fingerprint: str,
         seed: int,
         window_blocks: int,
-        before: SourceProgress | None,
+        progress: SourceProgress | None,
         machine: Machine,
         streamed: StreamedBlocks | None,
     ) -> None:
         self._machine, self._streamed = machine, streamed
-        self.held_windows: list[_LoadedWindow] | None = None  # unless None, windows whose text stays cached
+        self.held_windows: list[_LoadedWindow] | None = None  # windows whose text stays cached, if not None
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         self.cutting = str(cutting.identity)
-        window = before and before.window(len(counts), continued=before.cutting == self.cutting)
+        window = progress and progress.window(len(counts), is_continued=progress.cutting == self.cutting)
         # The block order is the same for all sequence lengths, so that a phase knows which blocks earlier phases read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks, window)
         key = root_key(fingerprint, seed, self.cutting)
         self._shuffle_key, self._cut_key, self._sample_key = draw(key, np.arange(3))
-        self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # index of each shard within the source
-        self._shard[shards] = np.arange(len(shards))
+        self._shard_in_source = np.zeros(1 + max(shards, default=0), np.int64)  # index of each shard within the source
+        self._shard_in_source[shards] = np.arange(len(shards))
         self._windows: _LruCache[_LoadedWindow] = _LruCache(_CACHED_WINDOWS)
         self._layers: _LruCache[SamplePlan] = _LruCache(_CACHED_LAYERS)
 
@@ -112,30 +112,34 @@ class SourceSamples:
         """Number of samples in an epoch."""
         return self.order.samples
 
-    def first_after(self, before: SourceProgress | None) -> int:
-        """Return the index of the first sample after `before`."""
-        if before is None:
+    def first_after(self, progress: SourceProgress | None) -> int:
+        """Return the index of the first sample after `progress`."""
+        if progress is None:
             return 0
-        return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.stop)
+        if progress.cutting == self.cutting:
+            return progress.sample
+        return self.order.first_sample(progress.epoch, progress.stop)
 
     def progress(self, sample: int) -> SourceProgress:
         """Return the position in the source before `sample`."""
         window = self.order.open_window(sample)
         return SourceProgress(self.cutting, sample, window.epoch, window.start, window.stop)
 
-    def unread(self, before: SourceProgress) -> int:
-        """Count the unread tokens in the open window of `before`, by planning its remaining samples."""
-        end = self.order.first_sample(before.epoch, before.stop) if before.start < before.stop else before.sample
-        batches = range(before.sample, end, _COUNT_BATCH)
+    def count_unread(self, progress: SourceProgress) -> int:
+        """Count the unread tokens in the open window of `progress`, by planning its remaining samples."""
+        end = progress.sample
+        if progress.start < progress.stop:
+            end = self.order.first_sample(progress.epoch, progress.stop)
+        batches = range(progress.sample, end, _COUNT_BATCH)
         return sum(int(self.plan(np.arange(n, min(n + _COUNT_BATCH, end))).content_length.sum()) for n in batches)
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine, int64 [B]."""
-        plans, rows = [], []
+        plans, positions = [], []
         for indices, window, window_samples in self._by_window(samples):
             plans.append(self._plan_window(window, window_samples))
-            rows.append(indices)
-        return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+            positions.append(indices)
+        return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """Return the index of the machine that reads each sample, int64 [B], without reading text."""
@@ -145,15 +149,15 @@ class SourceSamples:
         return owner
 
     def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
-        """Yield (indices into `samples`, window, index of each sample in the window) for each window."""
+        """Yield (indices into `samples`, window, indices of these samples in the window) for each window."""
         epoch, window, window_samples = self.order.locate(samples)
         group = (epoch << _WINDOW_BITS) + window
-        for number in np.unique(group).tolist():
-            indices = np.flatnonzero(group == number)
-            window = self._open(*divmod(number, 1 << _WINDOW_BITS))
+        for window_id in np.unique(group).tolist():
+            indices = np.flatnonzero(group == window_id)
+            loaded = self._open(*divmod(window_id, 1 << _WINDOW_BITS))
             if self.held_windows is not None:
-                self.held_windows.append(window)
-            yield indices, window, window_samples[indices]
+                self.held_windows.append(loaded)
+            yield indices, loaded, window_samples[indices]
 
     def _open(self, epoch: int, window: int) -> _LoadedWindow:
         opened = self._windows.get((epoch, window))
@@ -165,9 +169,9 @@ class SourceSamples:
             share, local = self._shares(block_indices), self._local_blocks(block_indices)
             self._windows.make_room()
             lease = self._hold_blocks(epoch, window, local) if self._streamed else None
-            owner = self._owner(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
+            owner = self._sample_owners(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, block_indices[local], self._cutting)
-            first = int(order.samples[window])
+            first = int(order.samples_before[window])
             opened = _LoadedWindow(epoch, first, samples, share, local, owner, units, lease)
             self._windows.put((epoch, window), opened)
         return opened
@@ -178,26 +182,26 @@ class SourceSamples:
         table = blocks.table[block_indices]
         return blocks.shard[block_indices].astype(np.int64), table["begin"], table["end"]
 
-    def _owner(self, block_indices: np.ndarray, samples: Window) -> np.ndarray:
+    def _sample_owners(self, block_indices: np.ndarray, window: Window) -> np.ndarray:
         """Return the index of the machine that reads each sample of a window, int16 [S].
 
         Machines divide the window's tokens evenly, so two machines may read the block at their boundary. With sentence
         pairs, a machine needs both samples of a couple: each share of the window belongs to a group of machines, all
         of which read its text and take turns with its samples.
         """
-        owner = np.empty(samples.samples, np.int16)
+        owner = np.empty(window.samples, np.int16)
         start, size, tokens = self._token_bounds(block_indices)
         share, count = self._shares(block_indices), self._machine.count
         groups = self._groups(share) if self._pairs.has_classifier else count
         for first in range(0, len(owner), _OWNER_BATCH):
-            block, sample = samples.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
+            block, sample = window.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
             if self._pairs.has_classifier:
                 machines = share[block] % groups
             else:  # spread a block's samples evenly over its machines, in proportion to their parts of the block
                 machines = (start[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
             owner[first : first + len(machines)] = machines
-        for number in range(groups if count > groups else 0):
-            members = np.flatnonzero(owner == number)
+        for group in range(groups if count > groups else 0):
+            members = np.flatnonzero(owner == group)
             owner[members] += (groups * (np.arange(len(members)) % (count // groups))).astype(np.int16)
         return owner
 
@@ -207,17 +211,17 @@ class SourceSamples:
         table = self._blocks.table[block_indices]
         sizes = table["end"] - table["begin"]
         shares = np.zeros(len(block_indices), np.int64)
-        for index in np.argsort(-sizes, kind="stable").tolist():  # the largest block first, each to the smallest share
+        for index in np.argsort(-sizes, kind="stable").tolist():  # largest block first, each to the smallest share
             tokens, shares[index] = loads[0]
             heapq.heapreplace(loads, (tokens + int(sizes[index]), int(shares[index])))
         return shares
 
     def _groups(self, share: np.ndarray) -> int:
-        """Return the number of groups of machines that read a window, given the share of each block."""
+        """Return the number of groups of machines that divide a window, given the share of each block."""
         return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
 
     def _local_blocks(self, block_indices: np.ndarray) -> np.ndarray:
-        """Return the indices within a window of the blocks that this machine reads, int64."""
+        """Return the indices, within the window, of the blocks that this machine reads, int64."""
         machine, count = self._machine.index, self._machine.count
         if self._pairs.has_classifier:
             groups = self._groups(share := self._shares(block_indices))
@@ -233,11 +237,11 @@ class SourceSamples:
         return end - size, size, int(end[-1])
 
     def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
-        """Wait for this machine's blocks of a window, and prefetch its blocks of the next window."""
+        """Wait for this machine's blocks of a window and keep them cached; prefetch its blocks of the next window."""
         assert self._streamed is not None
         lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local]])
-        following = self.order.following(epoch, window)
-        self._streamed.cache.fetch_ahead(self._streamed.block_indices[following[self._local_blocks(following)]])
+        next_blocks = self.order.next_blocks(epoch, window)
+        self._streamed.cache.fetch_ahead(self._streamed.block_indices[next_blocks[self._local_blocks(next_blocks)]])
         return lease
 
     def held_bytes(self) -> int:
@@ -246,38 +250,38 @@ class SourceSamples:
             return 0
         cache, indices = self._streamed.cache, self._streamed.block_indices
         total, largest = cache.bytes_of(indices), cache.largest(indices)
-        windows = self.order.largest_adjacent()
+        windows = self.order.largest_window_group()
         return min(total, largest * sum(len(self._local_blocks(blocks)) + 1 for blocks in windows))
 
     def _plan_window(self, window: _LoadedWindow, window_samples: np.ndarray) -> SamplePlan:
         """Plan the samples with these indices in a window, int64 [B]."""
-        block, sample = window.samples.locate(window_samples)
+        block, sample = window.sample_order.locate(window_samples)
         if not self._pairs.has_classifier:
             return self._plan_single(*self._spans(window, window_samples, block, sample))
-        counts = window.samples.counts
-        # A layer has one cell per share, and the same fraction of each block, so its samples are read close together.
+        counts = window.sample_order.counts
+        # A layer has one cell per share and the same fraction of each block, so its samples are read close together.
         shares = 1 + int(window.share.max())
-        layers = max(1, window.samples.samples // (shares * _CELL_LENGTHS * self._cutting.capacity))
+        layers = max(1, window.sample_order.samples // (shares * _CELL_SAMPLES * self._cutting.capacity))
         layer = ((sample + 1) * layers - 1) // counts[block]
-        layer_numbers, plans, rows = np.unique(layer).tolist(), [], []
-        for number in layer_numbers:
-            low, high = number * counts // layers, (number + 1) * counts // layers
-            starts = np.zeros(len(counts), np.int64)
-            starts[window.local] = np.cumsum(np.append(0, (high - low)[window.local][:-1]))
-            indices = np.flatnonzero(layer == number)
-            layer_plan = self._layer(window, number, low, high)
-            plans.append(layer_plan[starts[block[indices]] + sample[indices] - low[block[indices]]])
-            rows.append(indices)
-        return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+        plans, positions = [], []
+        for layer_index in np.unique(layer).tolist():
+            low, high = layer_index * counts // layers, (layer_index + 1) * counts // layers
+            block_starts = np.zeros(len(counts), np.int64)  # start of each block in the layer's plan
+            block_starts[window.local_blocks] = np.cumsum(np.append(0, (high - low)[window.local_blocks][:-1]))
+            indices = np.flatnonzero(layer == layer_index)
+            layer_plan = self._plan_layer(window, layer_index, low, high)
+            plans.append(layer_plan[block_starts[block[indices]] + sample[indices] - low[block[indices]]])
+            positions.append(indices)
+        return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
 
-    def _layer(self, window: _LoadedWindow, number: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
-        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, as small batches reuse a layer."""
-        key = (window.epoch, window.first_sample, number)
+    def _plan_layer(self, window: _LoadedWindow, layer_index: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
+        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, since batches share layers."""
+        key = (window.epoch, window.first_sample, layer_index)
         plan = self._layers.get(key)
         if plan is None:
-            block = np.repeat(window.local, (high - low)[window.local])
-            sample = ranges(low[window.local], (high - low)[window.local])
-            spans, _ = self._spans(window, window.samples.index(block, sample), block, sample)
+            local, sizes = window.local_blocks, high - low
+            block, sample = np.repeat(local, sizes[local]), ranges(low[local], sizes[local])
+            spans, _ = self._spans(window, window.sample_order.index(block, sample), block, sample)
             plan = self._plan_pairs(replace(spans, cell=window.share[block]))
             self._layers.put(key, plan)
         return plan
@@ -285,16 +289,16 @@ class SourceSamples:
     def _spans(
         self, window: _LoadedWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
-        """Return (spans, units) of samples, given their blocks and indices there. `_layer` later sets the `cell`,
-        `_plan_pairs` the `first_sentence` and `starts_at_sentence`.
+        """Return (spans, units) of samples, given their blocks and indices in these. `_plan_layer` later sets `cell`;
+        `_plan_pairs` sets `first_sentence` and `starts_at_sentence`.
         """
-        shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
-        shuffled = permute(sample, window.samples.counts[block], shuffle_key)
-        unit, number = window.units.find(np.searchsorted(window.local, block), shuffled)
-        identity = self._shard[unit.shard] << _OFFSET_BITS
-        key = draw(draw(self._cut_key, window.epoch), identity + unit.start)
+        shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.sample_order.blocks[block])
+        shuffled = permute(sample, window.sample_order.counts[block], shuffle_key)
+        unit, unit_sample = window.units.find(np.searchsorted(window.local_blocks, block), shuffled)
+        shard_id = self._shard_in_source[unit.shard] << _OFFSET_BITS
+        key = draw(draw(self._cut_key, window.epoch), shard_id + unit.start)
         sentences = (JoinedSentences if self._cutting.crosses_documents else DocumentSentences)(self._text, unit)
-        spans, rows = self._cutting.cut(sentences, unit.size, number, key), np.arange(len(window_samples))
+        spans, rows = self._cutting.cut(sentences, unit.size, unit_sample, key), np.arange(len(window_samples))
         pair_spans = PairSpans(
             cell=np.zeros_like(window_samples),
             shard=unit.shard,
@@ -304,7 +308,7 @@ class SourceSamples:
             stop_sentence=spans.stop_sentence,
             starts_at_sentence=np.zeros_like(spans.ends_at_sentence),
             ends_at_sentence=spans.ends_at_sentence,
-            document=identity + unit.first_document,
+            document=shard_id + unit.first_document,
             key=draw(draw(self._sample_key, window.epoch), window_samples + window.first_sample),
         )
         return pair_spans, unit
@@ -312,13 +316,13 @@ class SourceSamples:
     def _plan_single(self, spans: PairSpans, unit: Unit) -> SamplePlan:
         """Plan samples that have one segment."""
         length, zeros = spans.end - spans.start, np.zeros_like(spans.start)
-        first, separators = unit.first_document, zeros
+        document, separators = unit.first_document, zeros
         if self._cutting.crosses_documents:
-            first, last = (
+            document, last_document = (
                 self._text.last_document(unit.shard, unit.first_document, unit.stop_document, token, column=1)
                 for token in (spans.start, spans.end - 1)
             )
-            separators = last - first
+            separators = last_document - document
         return SamplePlan(
             sample_index=zeros.copy(),
             key=spans.key,
@@ -330,26 +334,26 @@ class SourceSamples:
             length_b=zeros,
             label=zeros,
             lengths=length + separators + 2,
-            document=first,
+            document=document,
             separators=separators,
             ends_at_sentence=spans.ends_at_sentence,
         )
 
     def _plan_pairs(self, spans: PairSpans) -> SamplePlan:
         """Plan samples that have two segments."""
-        first = self._text.offset(spans.shard, np.minimum(spans.first_sentence, spans.stop_sentence))
-        starts = first == spans.start
+        first_start = self._text.sentence_start(spans.shard, np.minimum(spans.first_sentence, spans.stop_sentence))
+        starts = first_start == spans.start
         spans = replace(spans, starts_at_sentence=starts, first_sentence=spans.first_sentence + starts)
-        is_order = self._pairs.objective == "sop"
-        segments = (swap_segments if is_order else exchange_segments)(self._text, spans)
+        is_sop = self._pairs.objective == "sop"
+        segments = (swap_segments if is_sop else exchange_segments)(self._text, spans)
         segment_a = spans.shard, spans.start, segments.split - spans.start
         b_source = segments.b_source
         segment_b = spans.shard[b_source], segments.split[b_source], (spans.end - segments.split)[b_source]
-        if is_order:
+        if is_sop:
             is_swapped = segments.label == 1
-            both = list(zip(segment_a, segment_b, strict=True))
-            segment_a = (np.where(is_swapped, b, a) for a, b in both)
-            segment_b = (np.where(is_swapped, a, b) for a, b in both)
+            columns = list(zip(segment_a, segment_b, strict=True))
+            segment_a = (np.where(is_swapped, b, a) for a, b in columns)
+            segment_b = (np.where(is_swapped, a, b) for a, b in columns)
         (shard_a, start_a, length_a), (shard_b, start_b, length_b) = segment_a, segment_b
         return SamplePlan(
             sample_index=np.zeros_like(spans.start),
@@ -370,13 +374,13 @@ class SourceSamples:
 
 @dataclass(frozen=True)
 class _LoadedWindow:
-    """A window that is being read, and the units that this machine's samples are cut from."""
+    """A window that is being read, with the units that this machine's samples are cut from."""
 
     epoch: int
     first_sample: int  # index of the window's first sample in the epoch
-    samples: Window
-    share: np.ndarray  # index of each block's share, int64 [W]; couples are formed within a share
-    local: np.ndarray  # indices of this machine's blocks in the window, int64
+    sample_order: Window
+    share: np.ndarray  # index of each block's share of the window, int64 [W]; couples are formed within a share
+    local_blocks: np.ndarray  # indices of this machine's blocks within the window, int64
     owner: np.ndarray  # index of the machine that reads each sample, int16 [S]
     units: Units  # units of this machine's blocks
     lease: Lease | None  # keeps this machine's blocks in the cache

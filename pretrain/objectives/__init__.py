@@ -1,6 +1,6 @@
-"""Pretraining objectives: one module for each, selected by the config, with its class as `OBJECTIVE`.
+"""Pretraining objectives: each has a module that sets `OBJECTIVE` to its class. The config selects one.
 
-To add one to this package, add a module and its line in `REGISTRY`; docs/extend/add-an-objective.md adds one outside.
+To add one to this package, add a module and a line in `REGISTRY`. For others, see docs/extend/add-an-objective.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
     f"{__name__}.distillation": lambda config: config.distillation.teacher,
     f"{__name__}.replaced_tokens": lambda config: config.electra.is_on,
 }
-"""Module -> function that returns whether a config selects it. Modules are imported on use, since they need torch."""
+"""Module name -> function that returns whether a config selects it. Modules are imported on use: they need torch."""
 
 KIND = Contract("OBJECTIVE", Objective)  # what `load_kind` requires of a custom module
-_custom: dict[str, type[Objective]] = {}  # custom objectives used so far, by module, for `objective_metrics`
+_custom: dict[str, type[Objective]] = {}  # custom objectives used so far, by module name, for `objective_metrics`
 
 
 def make_objective(
@@ -32,12 +32,12 @@ def make_objective(
 ) -> Objective:
     """Create the objective that a config selects, by default masked tokens; `Objective` documents the arguments.
 
-    Raises `InputError` if the config names a custom module that is missing or whose import was not allowed.
+    Raises `InputError` if the config names a custom module that is missing or whose import is not allowed.
     """
     if config.objective:
         _custom[config.objective] = load_kind(__name__, config.objective).OBJECTIVE
         return _custom[config.objective](config, vocabulary_size, frozen_config)
-    selected = next((_load(module) for module, selects in REGISTRY.items() if selects(config)), MaskedTokens)
+    selected = next((_load(module) for module, is_selected in REGISTRY.items() if is_selected(config)), MaskedTokens)
     return selected(config, vocabulary_size, frozen_config)
 
 

@@ -37,7 +37,7 @@ _MAY_DIFFER = (
 )
 # Values of DistilBERT (transformers, research project distillation, README.md).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
-# Fields whose value 0 means the value of another field.
+# Model settings whose value 0 means the value of another setting.
 _DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
@@ -50,15 +50,15 @@ class Distillation(MaskedTokens):
         **MaskedTokens.metrics,
         "distil_loss": Metric(
             "nats",
-            "KL divergence from the teacher's predictions per masked token, at the temperature and times its square; "
-            "mean since the last record.",
+            "KL divergence from the teacher's predictions per masked token, both at the distillation temperature, "
+            "times its square; mean since the last record.",
             "Divergence from the teacher",
             "distil loss",
             live=True,
         ),
         "cosine_loss": Metric(
             "",
-            "1 minus the cosine similarity of student's and teacher's last hidden states; mean over tokens.",
+            "1 minus the cosine similarity of the student's and the teacher's last hidden states; mean over tokens.",
             "Cosine distance from the teacher",
         ),
     }
@@ -83,7 +83,7 @@ class Distillation(MaskedTokens):
             self.config.model,
             self.vocabulary,
             self.config.pairs.has_classifier,
-            teacher=_build(teacher, compile=self.forward_options["compile"]),
+            teacher=_build_teacher(teacher, compile=self.forward_options["compile"]),
             **self.forward_options,
         )
         if self.settings.initialize:
@@ -93,7 +93,7 @@ class Distillation(MaskedTokens):
 
     @property
     def _has_cosine_loss(self) -> bool:
-        """Return whether there is a cosine loss: the widths are equal, or the teacher is not known yet."""
+        """Return whether there is a cosine loss: if the widths are equal, or the teacher is not known yet."""
         return self.frozen_config is None or self.frozen_config.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -104,11 +104,11 @@ class Distillation(MaskedTokens):
         return weights
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # `predictions` already contains the weights of its two losses, both means over the masked tokens.
+        # `prediction_loss` already contains the weights of its two losses, which are both means over masked tokens.
         return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), COSINE_WEIGHT / step.tokens
 
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
-        return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
+        return output.prediction_loss * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
 
     def totals(self, output: DistillationLosses) -> Tensor:
         return torch.stack(list(output[1:]))
@@ -154,24 +154,24 @@ OBJECTIVE = Distillation
 class DistillationLosses(NamedTuple):
     """Sums over the micro-batch, fp32 scalars; `Objective` divides them by global counts (docs/invariants.md).
 
-    Only `predictions`, `nsp_loss` and `cosine_loss` are differentiable.
+    Only `prediction_loss`, `nsp_loss` and `cosine_loss` are differentiable.
     """
 
-    predictions: Tensor  # SOFT_WEIGHT * soft_loss + MLM_WEIGHT * mlm_loss
+    prediction_loss: Tensor  # SOFT_WEIGHT * soft_loss + MLM_WEIGHT * mlm_loss
     mlm_loss: Tensor  # cross-entropy of the masked tokens, in nats
-    nsp_loss: Tensor
-    mlm_correct: Tensor
-    nsp_correct: Tensor
+    nsp_loss: Tensor  # cross-entropy of the sentence-pair classifier, in nats
+    mlm_correct: Tensor  # number of masked tokens that are predicted correctly
+    nsp_correct: Tensor  # number of sentence pairs that are classified correctly
     soft_loss: Tensor  # KL divergence from the teacher's predictions, in nats
-    cosine_loss: Tensor  # 1 - cosine of the two models' last hidden states, over all tokens
+    cosine_loss: Tensor  # 1 - cosine similarity of the two models' last hidden states, over all tokens
 
 
 class DistillingModel(PretrainingModel):
     """The student, with a teacher that is neither a submodule nor part of checkpoints.
 
     Args:
-        arguments, options: arguments of `PretrainingModel`, for the student.
-        teacher: a model with the same vocabulary, which is not trained and runs without dropout.
+        arguments, options: the student's arguments of `PretrainingModel`.
+        teacher: a model with the same vocabulary; it is not trained and runs without dropout.
     """
 
     def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
@@ -189,20 +189,20 @@ class DistillingModel(PretrainingModel):
         needs_all = has_cosine or self.heads.next_sentence
         hidden = self.encode(batch) if needs_all else self.encode(batch, rows_K)
         with torch.no_grad():
-            teacher = self.teacher.encode(batch) if has_cosine else self.teacher.encode(batch, rows_K)
-        soft = self._soft_targets(teacher.index_select(0, rows_K) if has_cosine else teacher)
-        predictions, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
+            targets = self.teacher.encode(batch) if has_cosine else self.teacher.encode(batch, rows_K)
+        soft_targets = self._soft_targets(targets.index_select(0, rows_K) if has_cosine else targets)
+        prediction_loss, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
             self.heads.transform(hidden.index_select(0, rows_K) if needs_all else hidden, self.fused),
             self._decoder(),
             self.heads.decoder_bias,
             batch.masked_labels,
-            soft,
+            soft_targets,
             self.fused,
         )
         zero = mlm_loss.new_zeros(())
-        cosine_loss = (1 - F.cosine_similarity(hidden.float(), teacher.float(), dim=-1)).sum() if has_cosine else zero
-        nsp_loss, nsp_correct = self._pairs(hidden, batch) if self.heads.next_sentence else (zero, zero)
-        return DistillationLosses(predictions, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
+        cosine_loss = (1 - F.cosine_similarity(hidden.float(), targets.float(), dim=-1)).sum() if has_cosine else zero
+        nsp_loss, nsp_correct = self._pair_loss(hidden, batch) if self.heads.next_sentence else (zero, zero)
+        return DistillationLosses(prediction_loss, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
 
     @torch.no_grad()
     def _soft_targets(self, hidden_KH: Tensor) -> SoftTargets:
@@ -216,7 +216,7 @@ class DistillingModel(PretrainingModel):
             MLM_WEIGHT,
         )
 
-    def _pairs(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:
+    def _pair_loss(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the number of correct predictions of the sentence-pair classifier."""
         pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
         logits_S2 = nsp_logits(pooled_SH, self.heads.nsp_weights()).float()
@@ -224,22 +224,22 @@ class DistillingModel(PretrainingModel):
         return loss, (logits_S2.argmax(-1) == batch.nsp_labels).sum().float()
 
 
-def evenly_spaced_layers(student: int, teacher: int) -> tuple[int, ...]:
+def evenly_spaced_layers(student_layers: int, teacher_layers: int) -> tuple[int, ...]:
     """Return the index of the teacher's layer for each layer of the student, evenly spaced from first to last.
 
     For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
     scripts/extract_distilbert.py).
     """
-    if student == 1:
+    if student_layers == 1:
         return (0,)
-    return tuple(round(number * (teacher - 1) / (student - 1)) for number in range(student))
+    return tuple(round(index * (teacher_layers - 1) / (student_layers - 1)) for index in range(student_layers))
 
 
-def _build(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
+def _build_teacher(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
     """Build the teacher with its weights, without copying them or drawing random numbers."""
     with torch.device("meta"):
-        rows = len(teacher.state["embeddings.word"])
-        model = PretrainingModel(teacher.model, rows, teacher.next_sentence, compile=compile)
+        vocabulary_size = len(teacher.state["embeddings.word"])
+        model = PretrainingModel(teacher.model, vocabulary_size, teacher.next_sentence, compile=compile)
     model.load_state_dict(teacher.state, assign=True)
     return model
 
@@ -259,17 +259,17 @@ def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, to
 def student_weights(
     config: PretrainConfig, teacher: FrozenModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Return the initial weights of a student: the teacher's embeddings, heads and the configured layers.
+    """Return the initial weights of a student: the teacher's embeddings, heads and configured layers.
 
     Args:
         config: the config of the student's run.
         teacher: the model to start from.
-        shapes: the shapes of the student's parameters, by name; heads that the teacher lacks are left out.
+        shapes: the shapes of the student's parameters, by name; of these, heads that the teacher lacks get no weights.
 
     Raises:
-        InputError: the student's architecture or widths differ, or the teacher lacks a layer.
+        InputError: the architectures or widths differ, or the teacher lacks a layer.
     """
-    _check_same_model(config, teacher)
+    _check_same_architecture(config, teacher)
     layers = config.distillation.layers or evenly_spaced_layers(config.model.layers, teacher.model.layers)
     if max(layers) >= teacher.model.layers or len(set(layers)) < len(layers):
         raise InputError(
@@ -284,7 +284,7 @@ def student_weights(
                 continue
             raise InputError(
                 f"distillation.layers: the student needs {name}, but layer {layers[0]} of {teacher.folder} has none. "
-                "Let the first layer be the teacher's first one."
+                "Start the list with 0, the teacher's first layer."
             )
         if name == "embeddings.position":
             weight = weight[: config.model.max_positions]
@@ -298,27 +298,27 @@ def student_weights(
 
 
 def _teacher_name(name: str, layers: Sequence[int]) -> str:
-    """Return the name of the teacher's parameter from which the student's parameter `name` starts."""
+    """Return the name of the teacher's parameter that initializes the student's parameter `name`."""
     module, _, child = name.partition(".")
     if module != "layers":
         return name
-    number, _, parameter = child.partition(".")
-    return f"layers.{layers[int(number)]}.{parameter}" if int(number) < len(layers) else ""
+    index, _, parameter = child.partition(".")
+    return f"layers.{layers[int(index)]}.{parameter}" if int(index) < len(layers) else ""
 
 
-def _resolved(model: ModelConfig, name: str) -> Any:
-    """Return the value of a field; 0 is resolved through `_DEFAULTS`."""
+def _resolve(model: ModelConfig, name: str) -> Any:
+    """Return the value of a model setting; 0 is replaced by the setting in `_DEFAULTS`."""
     return getattr(model, name) or getattr(model, _DEFAULTS.get(name, name))
 
 
-def _check_same_model(config: PretrainConfig, teacher: FrozenModel) -> None:
+def _check_same_architecture(config: PretrainConfig, teacher: FrozenModel) -> None:
     """Raise `InputError` for the first model setting that must equal the teacher's and does not."""
     for name in ModelConfig.model_fields:
-        student, value = (_resolved(model, name) for model in (config.model, teacher.model))
-        if name not in _MAY_DIFFER and student != value:
+        student_value, value = (_resolve(model, name) for model in (config.model, teacher.model))
+        if name not in _MAY_DIFFER and student_value != value:
             raise InputError(
-                f"model.{name}: {student!r}, but the teacher ({teacher.folder}) has {value!r}, and the student starts "
-                "from its layers. Set the teacher's value, or distillation.initialize: false."
+                f"model.{name}: {student_value!r}, but the teacher ({teacher.folder}) has {value!r}, and the student "
+                "starts from its layers. Set the teacher's value, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
         raise InputError(

@@ -12,13 +12,13 @@ from pretrain.objectives.objective import Exported, Objective, Term
 if TYPE_CHECKING:
     from pretrain.objectives.objective import ReadFrozen
 
-MLM = {
+MLM_METRICS = {
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record.", "MLM loss", "mlm loss"),
     "mlm_accuracy": Metric(
         "fraction", "Accuracy on masked tokens since the last record.", "MLM accuracy", "mlm", live=True
     ),
 }
-PAIRS = {
+PAIR_METRICS = {
     "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record.", "NSP loss"),
     "nsp_accuracy": Metric(
         "fraction", "Accuracy on sentence pairs since the last record.", "NSP accuracy", "nsp", live=True
@@ -30,27 +30,27 @@ PAIRS = {
         "fraction", "Accuracy on sentence pairs since the last record.", "SOP accuracy", "sop", live=True
     ),
 }
-_LEARNED = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
+_PAIR_TASKS = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
 
 
 class MaskedTokens(Objective):
     """BERT's objective: masked language modeling, and a sentence-pair classifier if configured."""
 
-    metrics: ClassVar[Mapping[str, Metric]] = {**MLM, **PAIRS}
+    metrics: ClassVar[Mapping[str, Metric]] = {**MLM_METRICS, **PAIR_METRICS}
 
     def build(self, read: ReadFrozen) -> None:
         from pretrain.model.heads import PretrainingModel
 
-        model, pairs = self.config.model, self.config.pairs.has_classifier
-        self.model = PretrainingModel(model, self.vocabulary, pairs, **self.forward_options)
+        has_classifier = self.config.pairs.has_classifier
+        self.model = PretrainingModel(self.config.model, self.vocabulary, has_classifier, **self.forward_options)
 
     @property
     def terms(self) -> tuple[Term, ...]:
         # As in Devlin et al., the total loss is the sum of the two mean losses, each with weight 1.
-        return Term("mlm", "masked", shown="mlm"), self.pairs
+        return Term("mlm", "masked", shown="mlm"), self.pair_term
 
     @property
-    def pairs(self) -> Term:
+    def pair_term(self) -> Term:
         """The loss of the sentence-pair classifier, which is 0 without a classifier."""
         return Term("nsp", "labeled", shown=self.config.pairs.objective if self.config.pairs.has_classifier else "")
 
@@ -68,10 +68,10 @@ class MaskedTokens(Objective):
         return cost.encoder_flops(model, lengths, rows) + heads
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        pooled = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
-        return [tokens if pooled else masked + sequences]
+        pools_all = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
+        return [tokens if pools_all else masked + sequences]
 
     @property
     def exported(self) -> tuple[Exported, ...]:
-        learned = f"masked language modeling{_LEARNED[self.config.pairs.objective]}"
+        learned = f"masked language modeling{_PAIR_TASKS[self.config.pairs.objective]}"
         return (Exported(self.config.model, learned),)

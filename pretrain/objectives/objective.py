@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 class FrozenModel(NamedTuple):
     """A model that a run uses but does not train, such as a teacher."""
 
-    folder: str  # folder or address that it was read from
+    folder: str  # folder or object store URL that it was read from
     model: ModelConfig
     next_sentence: bool  # whether it has a sentence-pair classifier
-    state: dict[str, Tensor]  # fp32 weights by `PretrainingModel`'s names; one embedding row per tokenizer entry
+    state: dict[str, Tensor]  # fp32 weights by `PretrainingModel`'s names, with one embedding row per tokenizer entry
     fingerprint: str  # SHA-256 of `state`, as hexadecimal digits
 
 
 ReadFrozen = Callable[[PretrainConfig, str], FrozenModel]
-"""Reads the model named by a setting, given the config and the setting; raises `InputError` if it does not fit."""
+"""Reads the model that a setting names, given the config and the setting; raises `InputError` if it does not fit."""
 
 
 class Exported(NamedTuple):
     """A model that is exported from a run, and the text of its card."""
 
     shape: ModelConfig
-    learned: str  # what it was trained with; completes the phrase "pretrained with"
-    weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # selects its parameters from a checkpoint's
+    learned: str  # objective that it was trained with; completes the phrase "pretrained with"
+    weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # selects its weights among a checkpoint's
     suffix: str = ""  # suffix of its folder's name
-    layout: str = ""  # model family whose released layout it gets, if not the config's
-    head: str = ""  # suffix of its class in transformers, if the sentence-pair classifier does not determine it
+    layout: str = ""  # model family whose released layout it gets; "": the config's family
+    head: str = ""  # suffix of its class in transformers; "": determined by the sentence-pair classifier
     usage: str = ""  # usage text for the card, for a model that does not fill masks
 
 
@@ -53,25 +53,25 @@ class Term(NamedTuple):
     name: str
     count: str  # field of `StepBatch` with the count: masked, labeled or tokens
     weight: float = 1.0  # weight of the mean loss in the total loss
-    shown: str = ""  # SHOWN_loss and SHOWN_accuracy are recorded; "" records neither
+    shown: str = ""  # prefix of the recorded metrics SHOWN_loss and SHOWN_accuracy; "": not recorded
 
 
 class Objective(ABC):
     """A model and its losses: sums over micro-batches, divided by global counts (invariant 3 in docs/invariants.md).
 
     `model` exists after `build`. Its forward pass takes a `MicroBatch` and returns the `output` that the training
-    methods take. In the planning methods, `lengths` are the tokens of each sequence, and `masked` is the number of
-    tokens to predict. FLOPs count the matrix products of the forward and backward pass.
+    methods take. In the planning methods, `lengths` are the numbers of tokens of sequences, and `masked` is the number
+    of tokens to predict. FLOPs count the matrix products of the forward and backward pass.
 
     Args:
         config: the run's config.
-        vocabulary_size: required for training and planning.
-        frozen_config: config of the frozen model, if the run has one; `build` also sets it.
+        vocabulary_size: number of rows of the word embeddings; required for training and planning.
+        frozen_config: config of the frozen model, if the run has one and it is known; `build` sets it.
     """
 
     setting: ClassVar[str] = ""  # config setting that selects the objective
     metrics: ClassVar[Mapping[str, Metric]] = {}  # recorded metrics, in addition to `loss`
-    frozen_role: ClassVar[str] = ""  # role of the frozen model, if there is one; its path is then in `setting`
+    frozen_role: ClassVar[str] = ""  # role of the frozen model, if there is one; the value of `setting` is its path
     model: nn.Module
 
     def __init__(
@@ -81,10 +81,10 @@ class Objective(ABC):
         self.shapes = [config.model]  # configs of the trained models; the first is the run's
         self.identity: dict[str, Any] = {}  # frozen models' folders and fingerprints by role, stored in checkpoints
 
-    # ---- the start of a run
+    # ---- start of a run
 
     def check(self, read: ReadFrozen) -> None:
-        """Raise `InputError` if the objective's inputs do not fit, before anything is written."""
+        """Raise `InputError` if the objective's inputs do not fit the config, before anything is written."""
         return None
 
     @abstractmethod
@@ -98,14 +98,14 @@ class Objective(ABC):
         return {"compile": engine.compiled, "activation_checkpointing": engine.activation_checkpointing}
 
     def check_resumed(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Raise `InputError` if the checkpoint with this `state` belongs to a run with another frozen model."""
+        """Raise `InputError` if the checkpoint with this `state` was made with another frozen model."""
         for role, current in self.identity.items():
             saved = state.get(role)
             if saved is None or saved["fingerprint"] != current["fingerprint"]:
-                was = f"{saved['folder']} ({saved['fingerprint'][:12]})" if saved else "none"
+                previous = f"{saved['folder']} ({saved['fingerprint'][:12]})" if saved else "none"
                 raise InputError(
-                    f"{checkpoint}: its {role} was {was}, and {self.setting} is {current['folder']} "
-                    f"({current['fingerprint'][:12]}). Use the same one, or start a new run."
+                    f"{checkpoint}: its {role} was {previous}, and {self.setting} is {current['folder']} "
+                    f"({current['fingerprint'][:12]}). Use the same {role}, or start a new run."
                 )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -124,16 +124,16 @@ class Objective(ABC):
         """The losses whose weighted sum is the total loss."""
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        """Return the factor of each loss in the micro-batches of a step (invariant 3: global counts)."""
+        """Return the factor of each loss in the micro-batches of a step: weight / global count (invariant 3)."""
         return tuple(term.weight / max(getattr(step, term.count), 1) for term in self.terms)
 
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
         """Return this micro-batch's contribution to the global mean loss; `weights` come from `loss_weights`."""
-        parts = (getattr(output, f"{term.name}_loss") * weights[number] for number, term in enumerate(self.terms))
-        return functools.reduce(operator.add, parts)
+        losses = (getattr(output, f"{term.name}_loss") * weights[index] for index, term in enumerate(self.terms))
+        return functools.reduce(operator.add, losses)
 
     def totals(self, output: Any) -> Tensor:
-        """Return the sums of one micro-batch, fp32 [n]: all losses, then all numbers of correct predictions."""
+        """Return the sums over one micro-batch, fp32 [n]: all losses, then all numbers of correct predictions."""
         import torch
 
         return torch.stack(
@@ -141,7 +141,7 @@ class Objective(ABC):
         )
 
     def counts(self, step: StepBatch) -> tuple[float, ...]:
-        """Return the global counts of one step that the totals are divided by, one per term."""
+        """Return the global counts of one step by which the totals are divided, one per term."""
         return tuple(getattr(step, term.count) for term in self.terms)
 
     def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
@@ -168,11 +168,11 @@ class Objective(ABC):
 
     @abstractmethod
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return FLOPs as `cost.flops` does: without padding and recomputation, with the whole last layer."""
+        """Return the FLOPs as in `cost.flops`: without padding and recomputation, with the whole last layer."""
 
     @abstractmethod
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return the FLOPs that MFU counts: `useful_flops` without the positions that the last layers skip."""
+        """Return the FLOPs that MFU counts: `useful_flops` without positions that the last layers skip."""
 
     @abstractmethod
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
@@ -182,8 +182,8 @@ class Objective(ABC):
         """Return the executed FLOPs: `model_flops` plus recomputation in the backward pass; without the optimizer."""
         rows = self.last_rows(sum(lengths), len(lengths), masked)
         recomputed = sum(
-            cost.recomputed_flops(model, lengths, last, checkpointing=self.config.engine.activation_checkpointing)
-            for model, last in zip(self.shapes, rows, strict=True)
+            cost.recomputed_flops(model, lengths, last_rows, checkpointing=self.config.engine.activation_checkpointing)
+            for model, last_rows in zip(self.shapes, rows, strict=True)
         )
         return self.model_flops(lengths, masked) + recomputed
 
@@ -192,4 +192,4 @@ class Objective(ABC):
     @property
     @abstractmethod
     def exported(self) -> tuple[Exported, ...]:
-        """The exported models of a run; its main model, which fine-tuning uses, comes last."""
+        """The models that are exported from a run; its main model, which fine-tuning uses, comes last."""

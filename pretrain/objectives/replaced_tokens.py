@@ -1,8 +1,8 @@
 """Replaced-token detection (ELECTRA): a discriminator detects which tokens a small generator has replaced.
 
 Clark et al. 2020, "ELECTRA", section 2. The discriminator is the run's encoder; the generator, a masked language model,
-is a second model. Both share the embeddings, or the discriminator adds differences to the generator's (He et al. 2021,
-DeBERTaV3, section 3.2).
+is a second model. The two share their embeddings, or the discriminator adds differences to the generator's (He et al.
+2021, DeBERTaV3, section 3.2).
 
 Shape letters: T tokens, K masked tokens, C masked tokens of a chunk, H hidden width, E embedding width, V vocabulary.
 """
@@ -27,16 +27,16 @@ from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_
 from pretrain.model.kernels.hash_rng import hash_bits
 from pretrain.model.kernels.layout import Tokens
 from pretrain.model.parameters import Parameter, embedding_parameters, linear_parameters, matrix_entries, total
-from pretrain.objectives.masked import MLM
+from pretrain.objectives.masked import MLM_METRICS
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
-# Maximum logits of a chunk; their cumulative sums, for sampling, take 32 MiB in fp64.
+# Maximum logits per chunk; their cumulative sums, for sampling, take 32 MiB in fp64.
 CHUNK_LOGITS = 1 << 22
-# XORed with token keys, so that the generator's dropout, sampling and the discriminator's dropout are independent.
+# XORed with token keys, so that the generator's dropout, the sampling and the discriminator's dropout are independent.
 _GENERATOR_SALT, _SAMPLING_SALT = 0x1B873593, 0x52DCE729
 
 _GENERATOR_PREFIX = "generator."  # prefix of the generator's parameters in a checkpoint
-_TABLES = ("embeddings.word", "embeddings.position")  # tables that the discriminator may store as differences
+_DIFFERENCE_TABLES = ("embeddings.word", "embeddings.position")  # may be stored as differences by the discriminator
 
 
 class ReplacedTokens(Objective):
@@ -44,7 +44,7 @@ class ReplacedTokens(Objective):
 
     setting = "electra"
     metrics: ClassVar[Mapping[str, Metric]] = {
-        **MLM,
+        **MLM_METRICS,
         "rtd_loss": Metric(
             "nats", "Binary cross-entropy of the discriminator per token; mean since the last record.", "RTD loss"
         ),
@@ -72,8 +72,8 @@ class ReplacedTokens(Objective):
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes
-        head = total(discriminator_parameters(model))
-        discriminator = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + head
+        embeddings_and_layers = sum(cost.parameter_count(model, self.vocabulary, False)[:2])
+        discriminator = embeddings_and_layers + total(discriminator_parameters(model))
         generator_only = cost.parameter_count(generator, self.vocabulary, False).total
         if self.settings.embeddings == "shared":
             tables = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
@@ -144,7 +144,7 @@ class ElectraModel(Encoder):
         super().__init__(shape, vocabulary_size, **options)
         self.settings = settings
         self.generator = PretrainingModel(settings.generator(shape), vocabulary_size, False, **options)
-        # Keep the parameters in the order of the forward pass, on which the engine's buckets rely.
+        # Keep the parameters in the order of the forward pass, which the engine's gradient buckets need.
         self.layers = self._modules.pop("layers")
         self.heads = DiscriminatorHeads(shape)
         if settings.embeddings == "disentangled":
@@ -205,12 +205,12 @@ class DisentangledEmbeddings(Embeddings):
 
     Args:
         shape, vocabulary_size, compile: arguments of `Embeddings`.
-        base: the other model's embeddings, which have the same width.
+        base: embeddings of the other model, with the same width.
     """
 
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool, base: Embeddings) -> None:
         super().__init__(shape, vocabulary_size, compile)
-        self._bases = (base,)  # in a tuple: it is the other model's submodule
+        self._bases = (base,)  # in a tuple, since it is a submodule of the other model
         for table in (self.word, getattr(self, "position", None)):
             if table is not None:
                 nn.init.zeros_(table)
@@ -222,11 +222,11 @@ class DisentangledEmbeddings(Embeddings):
         return super().embed_positions(positions) + look_up(self._bases[0].position, positions).detach()
 
 
-def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
-    """Let `other` use the tables and the norm of `owner`, which has the same width; projections are not shared."""
-    for name, parameter in owner.named_parameters():
+def share_embeddings(source: Embeddings, target: Embeddings) -> None:
+    """Let `target` use the tables and the norm of `source`, which has the same width; projections are not shared."""
+    for name, parameter in source.named_parameters():
         if not name.startswith("project_"):
-            other.register_parameter(name, parameter)
+            target.register_parameter(name, parameter)
 
 
 @torch.no_grad()
@@ -249,20 +249,20 @@ def sample_tokens(hidden_KE: Tensor, decoder_VE: Tensor, bias_V: Tensor | None, 
         logits_CV = torch.mm(hidden_CE, decoder_VE.T, out=empty_scores(len(hidden_CE), decoder_VE)).float()
         if bias_V is not None:
             logits_CV = logits_CV + bias_V.float()
-        # Inverse transform sampling needs one random number per token; Gumbel noise would need V numbers.
+        # Inverse transform sampling needs one random number per token; the Gumbel-max trick would need V.
         sums_CV = logits_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
         sampled_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
         samples.append(sampled_C1[:, 0].clamp_(max=len(decoder_VE) - 1))
     return torch.cat(samples)
 
 
-# ---- the two models of a checkpoint
+# ---- weights of the two models in a checkpoint
 
 
 def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the discriminator; stored differences are added to the generator's embeddings."""
+    """Return the weights of the discriminator; differences are added to the generator's embeddings."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_PREFIX)}
-    for name in _TABLES:
+    for name in _DIFFERENCE_TABLES:
         base = state.get(_GENERATOR_PREFIX + name)
         if base is not None:  # disentangled: the discriminator stores differences
             weights[name] = weights[name] + base
@@ -281,4 +281,4 @@ def generator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if name.startswith("embeddings.") and not name.startswith("embeddings.project_")
     }
-    return weights if _TABLES[0] in weights else {**shared, **weights}
+    return weights if _DIFFERENCE_TABLES[0] in weights else {**shared, **weights}

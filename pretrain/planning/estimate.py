@@ -26,11 +26,11 @@ from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision,
 from pretrain.objectives import make_objective
 from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.recording import choose_graphs, with_graphs
-from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
-from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_flops, phase_work, vocabulary_size
+from pretrain.planning.roofline import GPUS, REACHED_SHARE, Gpu, StepTimes, step_times
+from pretrain.planning.work import ASSUMED_FILL, Work, optimizer_flops, phase_work, read_frozen_config, vocabulary_rows
 
-# Assumed MFU (share of the peak FLOP/s) of this machine: our step on a CPU reaches half of the measured matmul peak.
-# NVIDIA's BERT-Large on 8 A100 reaches 0.44 at length 128 (DeepLearningExamples README).
+# MFU (share of the peak FLOP/s) that is assumed for this machine. On a CPU, a step reaches half of the measured matmul
+# peak. NVIDIA's BERT-Large on 8 A100 reaches 0.44 at length 128 (DeepLearningExamples README).
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 _DOLLARS_PER_REQUEST = 0.0004 / 1000  # price of a GET request to S3 Standard in us-east-1, 2026
@@ -49,9 +49,9 @@ def dry_run(
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
-        mean_length: mean tokens per sequence in every phase; by default the values of `measured`.
-        measured: mean tokens per sequence of each phase on the prepared corpus; if empty, they are assumed.
-        readings: lines that describe how often an epoch reads a token.
+        mean_length: mean tokens per sequence in every phase; by default, the values of `measured`.
+        measured: mean tokens per sequence of each phase on the prepared corpus; if empty, means are assumed.
+        readings: lines of text that say how often an epoch reads a token.
         show_config: whether to add the resolved config.
 
     Raises:
@@ -60,7 +60,7 @@ def dry_run(
     """
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
-    size = vocabulary_size(config)
+    vocabulary_size = vocabulary_rows(config)
     config, precision_reason = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     if cluster:
@@ -70,19 +70,19 @@ def dry_run(
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
     graphs = ""
     if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
-        graphs = "\n  engine.cuda_graphs: auto; chosen by the GPUs when the run starts"
+        graphs = "\n  engine.cuda_graphs: auto; chosen for the GPUs when the run starts"
     if cluster and device == "cuda":
-        records, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
-        config = with_graphs(config, records)
-        graphs = f"\n  engine.cuda_graphs: {'on' if records else 'off'}; {reason}"
-    pairs, frozen = zip(config.phases, lengths, strict=True), frozen_shape(config)
-    work = [phase_work(config, phase, size, length, frozen) for phase, length in pairs]
+        enabled, reason = choose_graphs(config, vocabulary_size, lengths, [cluster.name] * cluster.workers)
+        config = with_graphs(config, enabled)
+        graphs = f"\n  engine.cuda_graphs: {'on' if enabled else 'off'}; {reason}"
+    pairs, frozen_config = zip(config.phases, lengths, strict=True), read_frozen_config(config)
+    work = [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in pairs]
     parts = [
         f"Precision\n  {config.engine.precision}: {precision_reason}{graphs}",
-        "Parameters\n" + _parameter_lines(config, size),
+        "Parameters\n" + _parameter_lines(config, vocabulary_size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
-        "Time\n" + _time_lines(config, work, size, cluster),
+        "Time\n" + _time_lines(config, work, vocabulary_size, cluster),
         "Corpus\n" + _corpus_lines(config),
         *(["Reading\n" + _indent("\n".join(readings))] if readings else []),
         *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
@@ -92,11 +92,11 @@ def dry_run(
 
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
     """Raise `InputError`, prefixed with `where`, if a batch cannot be balanced across `workers`."""
-    for number, phase in enumerate(config.phases):
+    for index, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
-            if sequences and (reason := config.balance_problem(number, sequences, workers)):
-                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {reason}.")
+            if sequences and (reason := config.balance_problem(index, sequences, workers)):
+                raise InputError(f"{where}: phases.{index}.{name} ({sequences}) {reason}.")
 
 
 # ---- Time
@@ -110,11 +110,11 @@ class Cluster:
     workers: int
     device: Device
     peak_flops: float  # peak FLOP/s of all workers together
-    gpu: Gpu | None = None  # kind of its GPUs; None for this machine
+    gpu: Gpu | None = None  # model of the GPUs; None for this machine
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
-    """Parse a cluster: `8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
+    """Parse a cluster: `8xH100`, `H100`, or `here`; for the latter, measure the matmul peak, for half a second.
 
     Raises `InputError` if the cluster is unknown or the run cannot compute there.
     """
@@ -151,7 +151,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _used_devices(config: PretrainConfig) -> int:
-    """Return the number of this machine's GPUs that the run uses, one per worker; 1 on a CPU, which workers share."""
+    """Return the number of this machine's GPUs that the run uses, one per worker; 1 for CPUs, which workers share."""
     import torch
 
     return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
@@ -160,45 +160,41 @@ def _used_devices(config: PretrainConfig) -> int:
 # ---- Text
 
 
-def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    objective, model = make_objective(config, size), config.model
+def _parameter_lines(config: PretrainConfig, vocabulary_size: int) -> str:
+    objective, model = make_objective(config, vocabulary_size), config.model
     trained, trained_total = objective.parameters(), objective.trained
     if len(trained) > 1:
-        rows = [
-            *(
-                (name, count, _shape(shape) + note)
-                for (name, count, note), shape in zip(trained, objective.shapes, strict=True)
-            ),
-            ("total", trained_total, "trained"),
-        ]
+        pairs = zip(trained, objective.shapes, strict=True)
+        rows = [(name, count, _describe_layers(shape) + note) for (name, count, note), shape in pairs]
+        rows.append(("total", trained_total, "trained"))
     else:
-        count = cost.parameter_count(model, size, config.pairs.has_classifier)
+        count = cost.parameter_count(model, vocabulary_size, config.pairs.has_classifier)
         rows = [
-            ("embeddings", count.embeddings, _embedding_note(model, size)),
-            ("layers", count.layers, _shape(model)),
+            ("embeddings", count.embeddings, _embedding_note(model, vocabulary_size)),
+            ("layers", count.layers, _describe_layers(model)),
             ("heads", trained_total - count.embeddings - count.layers, ""),
             ("total", trained_total, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
         ]
-    return "\n".join(f"  {label:<12}{number:>14,}  {note}".rstrip() for label, number, note in rows)
+    return "\n".join(f"  {label:<12}{count:>14,}  {note}".rstrip() for label, count, note in rows)
 
 
-def _embedding_note(model: ModelConfig, size: int) -> str:
+def _embedding_note(model: ModelConfig, vocabulary_size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
-    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
+    return f"{vocabulary_size:,} tokens{positions}{', 2 segments' if model.token_types else ''}"
 
 
-def _shape(model: ModelConfig) -> str:
-    return f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
+def _describe_layers(model: ModelConfig) -> str:
+    return f"{model.layers} of hidden size {model.hidden}, {model.heads} heads, feed-forward size {model.intermediate}"
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
     count = workers or config.scheduling.workers
     columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
-    chosen = config.engine.zero_stage
-    head = [f"ZeRO {stage}{'*' if stage == chosen else ''}" for stage in range(4)]
+    configured = config.engine.zero_stage
+    headers = [f"ZeRO {stage}{'*' if stage == configured else ''}" for stage in range(4)]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     rows.append(("total", [sum(column.values()) for column in columns]))
-    lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in head)]
+    lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in headers)]
     for name, values in rows:
         if any(values):
             lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
@@ -215,7 +211,7 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
 
 
 def _mean_note(config: PretrainConfig, mean_length: float | None, measured: Sequence[float]) -> str:
-    """Return a phrase that says where the mean lengths come from."""
+    """Return the origin of the mean lengths as a phrase."""
     if mean_length:
         return "as given"
     if measured:
@@ -241,7 +237,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         "FLOP": with_total("flops", ".3g"),
         "executed": with_total("executed", ".3g"),
     }
-    lines = [*_by_phase("", rows, len(work), "total")]
+    lines = [*_phase_table("", rows, len(work), "total")]
     lines.append("  FLOP: useful FLOP, without padding; MLM head only at masked tokens")
     lines.append(f"  mean: tokens per sequence, {mean_note}")
     lines.append(
@@ -250,8 +246,8 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     )
     objective = make_objective(config)
     if role := objective.frozen_role:
-        counted = f"both count the {role}'s forward pass"
-        note = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
+        note = f"FLOP and executed include the {role}'s forward pass"
+        note = note if read_frozen_config(config) else f"the {role} cannot be read, so it is not counted"
         lines.append(f"  {attrgetter(objective.setting)(config)}: {note}")
     if config.optimizer.name == "muon":
         flops = optimizer_flops(config)
@@ -259,24 +255,24 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of the useful FLOP, by phase")
     if timescale := config.optimizer.decay_timescale:
         steps = f"{timescale * config.total_steps:,.0f}"
-        last = config.weight_decay(len(config.phases) - 1)
-        lines.append(f"  weight decay is {last:.3g}: alone, it divides the matrices by e in {steps} steps")
+        decay = config.weight_decay(len(config.phases) - 1)
+        lines.append(f"  weight decay is {decay:.3g}: alone, it divides the matrices by e in {steps} steps")
     return "\n".join(lines)
 
 
-def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
-    """Yield the lines of a table with a column per phase and additional `columns`; rows may end early."""
+def _phase_table(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
+    """Yield the lines of a table with a column per phase and further `columns`; `rows` may lack the last cells."""
     table = {title: [*(f"phase {number}" for number in range(phases)), *columns], **rows}
-    first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
+    name_width, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
-        yield f"  {name:<{first}}" + "".join(f"  {cell:>{width}}" for cell in cells)
+        yield f"  {name:<{name_width}}" + "".join(f"  {cell:>{width}}" for cell in cells)
 
 
-def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cluster | None) -> str:
+def _time_lines(config: PretrainConfig, work: list[Work], vocabulary_size: int, cluster: Cluster | None) -> str:
     if cluster is None:
-        return "  name a cluster with --on 8xH100, or measure this machine with --on here"
+        return "  give a cluster, such as --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
-        objective = make_objective(config, size, frozen_shape(config))
+        objective = make_objective(config, vocabulary_size, read_frozen_config(config))
         times = [
             step_times(objective, phase, w, cluster.gpu, cluster.workers)
             for phase, w in zip(config.phases, work, strict=True)
@@ -297,7 +293,7 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
 
 
 def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) -> str:
-    """Describe the minimum time of each part of a step, and of the run."""
+    """Return lines with the minimum time of each part of a step, and of the run."""
     rows = {name: [f"{1e3 * dict(step.rows())[name]:.2f}" for step in times] for name, _ in times[0].rows()}
     rows["limit"] = [f"{1e3 * step.limit:.2f}" for step in times]
     rows["limited by"] = [step.limited_by for step in times]
@@ -309,9 +305,9 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     minimum = sum(seconds for _, seconds in pairs)
     expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
-        *_by_phase("minimum ms per step", rows, len(work)),
+        *_phase_table("minimum ms per step", rows, len(work)),
         f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} expected, "
-        f"with kernels at {REACHED:.2f} of their limit, as in published training runs",
+        f"with kernels at {REACHED_SHARE:.2f} of their limit, as in published training runs",
         "  products, attention and memory run one after another on the GPU; host and loader overlap with them, as does "
         "the network without CUDA graphs",
     ]
@@ -325,7 +321,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
         try:
             return preparation_lines(describe(config))
-        except InputError as error:  # the estimate may come before the text exists
+        except InputError as error:  # the text may not exist yet
             return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
     lines = []
     for split in ("train", "validation"):
@@ -340,21 +336,21 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
-    """Describe the cost of streaming a corpus from its object store."""
+    """Return a line with the cost of streaming a corpus from its object store."""
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in ARRAYS)
-    size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
+    size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_block_count, shards))
     open_blocks = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    minimum, requests = min(blocks, 2 * open_blocks) * size / max(1, blocks), len(ARRAYS) * blocks
+    min_cache, requests = min(blocks, 2 * open_blocks) * size / max(1, blocks), len(ARRAYS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}; a machine caches {cache / 1e9:,.3g} GB and "
-        f"needs at least {minimum / 1e9:,.3g} GB, less if machines divide the text"
-        f"{': more than corpus.cache' if minimum > cache else ''}. "
+        f"needs at least {min_cache / 1e9:,.3g} GB, less if machines divide the text"
+        f"{': more than corpus.cache' if min_cache > cache else ''}. "
         f"An epoch takes {requests:,} requests, ${requests * _DOLLARS_PER_REQUEST:,.2f} at S3's prices without transfer"
     )
 
 
-def _blocks(shard: dict[str, Any]) -> int:
+def _block_count(shard: dict[str, Any]) -> int:
     return max(1, round(shard["tokens"] / BLOCK_TOKENS))
 
 
@@ -368,10 +364,10 @@ def preparation_lines(plan: dict[str, Any]) -> str:
     lines += [f"  {note}" for note in plan["notes"]]
     readers = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
-    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {readers}{where}"
+    amount = f"{plan['bytes'] / 1e6:,.1f} MB to read by {readers}{where}"
     finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
     lines.append(
-        f"  {display_path(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")
+        f"  {display_path(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {amount}")
     )
     return "\n".join(lines)
 

@@ -21,13 +21,13 @@ from pretrain.common.worker import torchrun_rank
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
-from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
+from pretrain.planning.work import Work, phase_work, read_frozen_config, vocabulary_rows
 
-_TRAINING_SHARE = 0.95  # share of the time for training; evaluations and checkpoints take 2 to 3 % in the demo
+_TRAINING_SHARE = 0.95  # assumed share of training in the time; evaluations and checkpoints take 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # approximate length of the timed training
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
-_UNTIMED_STEPS = 2  # number of first, slower steps that are not timed
-_TOLERANCE = 1.1  # a schedule that exceeds the time by more than this factor is reported
+_UNTIMED_STEPS = 2  # number of steps at the start that are slower and not timed
+_TOLERANCE = 1.1  # a schedule that takes longer than the budget by more than this factor is reported
 _SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
 _PERIODIC = ("checkpoint", "evaluation")  # config sections that have every_steps
 
@@ -36,12 +36,12 @@ _PERIODIC = ("checkpoint", "evaluation")  # config sections that have every_step
 class Pace:
     """The speed of a run on this machine."""
 
-    timed_steps: int
+    timed_steps: int  # number of steps that were timed
     seconds: float  # median duration of a step of the first phase
-    seconds_per_flop: float  # per executed FLOP
+    seconds_per_flop: float  # seconds per executed FLOP
 
     def minutes(self, work: Sequence[Work]) -> float:
-        """Return the minutes that a run takes whose phases have this `work`, including evaluations and checkpoints."""
+        """Return the minutes of a run, including evaluations and checkpoints, given the work of its phases."""
         return self.seconds_per_flop * sum(phase.executed for phase in work) / _TRAINING_SHARE / 60
 
 
@@ -60,14 +60,14 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
     if config.scheduling.address or torchrun_rank():
-        raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
+        raise InputError("--minutes: times steps only on this machine; do not use scheduling.address or torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
     needed = pace.minutes(work_of_phases(fitted, lengths))
     # The run may take longer, since every phase has at least one step.
-    time = f"{needed:.3g} min, not {minutes:g}" if needed > _TOLERANCE * minutes else f"{minutes:g} min"
-    result = f"{fitted.total_steps:,} steps take about {time} ({config.total_steps:,} in the config)"
+    duration = f"{needed:.3g} min, not {minutes:g}" if needed > _TOLERANCE * minutes else f"{minutes:g} min"
+    result = f"{fitted.total_steps:,} steps take about {duration} ({config.total_steps:,} in the config)"
     print(f"{pace.timed_steps} steps timed here, {pace.seconds:.3g} s each: {result}", flush=True)
     return fitted
 
@@ -90,9 +90,9 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
 
 def work_of_phases(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
     """Return the work of each phase."""
-    rows, frozen = vocabulary_size(config), frozen_shape(config)
+    vocabulary_size, frozen_config = vocabulary_rows(config), read_frozen_config(config)
     pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
-    return [phase_work(config, phase, rows, length, frozen) for phase, length in pairs]
+    return [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in pairs]
 
 
 def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
@@ -101,18 +101,18 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
     for phase in config.phases:
         steps = max(1, round(factor * phase.steps))
         # Round down, so that warm-up, decay and ramp still fit into the phase.
-        parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
+        scaled = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
         if phase.decay_steps:  # 0 would mean a decay over all steps after the warm-up
-            parts["decay_steps"] = max(1, parts["decay_steps"])
+            scaled["decay_steps"] = max(1, scaled["decay_steps"])
         min_ramp = len(phase.batch_sizes) - 1
-        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], min_ramp), "steps": max(steps, min_ramp)})
+        phases.append({**scaled, "ramp_steps": max(scaled["ramp_steps"], min_ramp), "steps": max(steps, min_ramp)})
     periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC}
-    # A checkpoint that is kept at the end of a phase stays at its end.
-    ends = (
+    # A checkpoint that is kept at the end of a phase stays there.
+    phase_ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
         [0, *np.cumsum([phase["steps"] for phase in phases])],
     )
-    keep_at = {max(1, round(float(np.interp(step, *ends)))) for step in config.checkpoint.keep_at}
+    keep_at = {max(1, round(float(np.interp(step, *phase_ends)))) for step in config.checkpoint.keep_at}
     return _with_schedule(config, phases, periods, sorted(keep_at))
 
 
@@ -143,22 +143,22 @@ def time_steps(config: PretrainConfig, steps: int) -> float:
     """Run `steps` steps and return their median duration in seconds."""
     with unwind_on_sigterm(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
-        path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
+        path.write_text(dump(timing_config(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
         program = f"import sys, pretrain; pretrain.train(sys.argv[1], no_ray={config.scheduling.workers == 1})"
         result = run_program([sys.executable, "-c", program, str(path)])
         if result.returncode:
             output = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
             raise MachineError(f"The run that times steps failed: {output[-1]}")
-        ends = [record["seconds"] for record in read_records(run) if is_training(record)]
-    timed = ends[_UNTIMED_STEPS - 1 :]
+        end_seconds = [record["seconds"] for record in read_records(run) if is_training(record)]
+    timed = end_seconds[_UNTIMED_STEPS - 1 :]
     return statistics.median(after - before for before, after in itertools.pairwise(timed))
 
 
-def timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
+def timing_config(config: PretrainConfig, run_dir: Path, steps: int) -> PretrainConfig:
     """Return a config that trains `steps` steps of the first phase, without a batch size ramp."""
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
-    values.update(run_dir=str(run), phases=[phase])
+    values.update(run_dir=str(run_dir), phases=[phase])
     values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, probes={})
     values["checkpoint"]["every_steps"] = steps
     values["tracking"].update(wandb="off", log_every_steps=1)

@@ -1,4 +1,4 @@
-"""Resolves `engine.cuda_graphs: auto`: passes are recorded if the roofline model expects this to shorten a step."""
+"""Resolves `engine.cuda_graphs: auto`: uses CUDA graphs if the roofline model expects them to shorten a step."""
 
 import math
 from collections.abc import Sequence
@@ -12,43 +12,43 @@ from pretrain.planning.work import phase_work
 
 def choose_graphs(
     config: PretrainConfig,
-    vocabulary: int,
+    vocabulary_size: int,
     lengths: Sequence[float | None],
     gpus: Sequence[str],
     memory: float = math.inf,
 ) -> tuple[bool, str]:
-    """Return (whether passes are recorded, the reason). The precision must already be resolved.
+    """Return (whether to record passes as CUDA graphs, the reason). The precision must already be resolved.
 
-    `gpus` are the drivers' names of the workers' GPUs, `memory` the bytes of the smallest one. `lengths` are the mean
-    sequence lengths of the phases in tokens; None assumes a length.
+    `gpus` are the names of the workers' GPUs as the driver reports them, and `memory` is the smallest GPU's memory in
+    bytes. `lengths` are the mean sequence lengths of the phases in tokens; for None, a length is assumed.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
     unknown = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
     precision = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
-    section = "engine.deepspeed is set" if config.engine.deepspeed else ""
-    if obstacle := config.graph_obstacle or precision or section or "".join(unknown[:1]):
+    deepspeed = "engine.deepspeed is set" if config.engine.deepspeed else ""
+    if obstacle := config.graph_obstacle or precision or deepspeed or "".join(unknown[:1]):
         return False, obstacle
     needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
     if (total := sum(needed.values())) > memory:
-        return False, f"recordings would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f}"
-    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary, lengths, gpus) for on in (False, True))
-    times = f"a step is expected to take {launched:,.1f} ms launched and {recorded:,.1f} ms recorded"
+        return False, f"CUDA graphs would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f} GB"
+    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary_size, lengths, gpus) for on in (False, True))
+    times = f"a step is expected to take {launched:,.1f} ms without CUDA graphs and {recorded:,.1f} ms with them"
     return recorded < launched, times
 
 
-def with_graphs(config: PretrainConfig, on: bool) -> PretrainConfig:
-    """Return `config` with `engine.cuda_graphs` set to `on`."""
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": on})})
+def with_graphs(config: PretrainConfig, enabled: bool) -> PretrainConfig:
+    """Return `config` with `engine.cuda_graphs` set to `enabled`."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": enabled})})
 
 
 def _expected_ms(
-    config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
+    config: PretrainConfig, vocabulary_size: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
-    """Return the expected milliseconds of an average step; if GPUs differ, all of them wait for the slowest."""
+    """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
     slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
-    objective, total = make_objective(config, vocabulary), 0.0
+    objective, total = make_objective(config, vocabulary_size), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):
-        work = phase_work(config, phase, vocabulary, length)
+        work = phase_work(config, phase, vocabulary_size, length)
         total += 1e3 * phase.steps * step_times(objective, phase, work, slowest, len(gpus)).expected
     return total / config.total_steps

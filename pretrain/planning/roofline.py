@@ -27,12 +27,12 @@ from pretrain.planning.work import Work, optimizer_flops
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU in a common eight-GPU machine; rates are per GPU and direction."""
+    """A GPU model in a common eight-GPU machine; rates are per GPU and direction."""
 
     peak_flops: float  # FLOP/s of dense tensor cores at bf16 (V100: fp16)
-    memory: float  # bytes/s of its memory
-    link: float  # bytes/s to the GPUs of the same machine
-    network: float  # bytes/s to other machines
+    memory_rate: float  # bytes/s of its memory
+    link_rate: float  # bytes/s to the GPUs of the same machine
+    network_rate: float  # bytes/s to other machines
     product_share: float  # share of the peak that the best matrix product reaches
     attention_share: float  # share of the peak that attention over long sequences reaches with a head size of 64
     capability: tuple[int, int]  # CUDA's compute capability
@@ -53,11 +53,11 @@ GPUS = {
     "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
-REACHED = 0.64  # median share of the limit that published training runs reached (tests/published_speeds.py)
-# Overhead of a matrix product. One of 256 x 256 x 256 takes 5.2 us on an H100; one of 1024 x 1024 x 1024 takes 9.1 us,
-# of which the best rate explains 2.7 us (openxla/xla, matmul_interpolator_data.h).
+REACHED_SHARE = 0.64  # median share of the limit that published training runs reached (tests/published_speeds.py)
+# Overhead of a matrix product. On an H100, one of 256 x 256 x 256 takes 5.2 us, and one of 1024 x 1024 x 1024 takes
+# 9.1 us, of which 2.7 us follow from the best rate (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6
-_MEMORY_SHARE = 0.9  # reached share of the memory rate: a copy on an H100 reaches 3.0 of 3.35 TB/s
+_MEMORY_SHARE = 0.9  # share of the memory rate that kernels reach: a copy on an H100 reaches 3.0 of 3.35 TB/s
 # Length at which attention reaches half of `attention_share`: the tiles of flash attention have 64 to 128 rows. In Dao
 # 2023, the rate at length 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
@@ -66,23 +66,23 @@ _ATTENTION_LENGTH = 128
 # bias gradients 9 H; together 43 H, and 11 H are kept.
 _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # accesses to each logit: the loss reads it, and its gradient is written and read
-_OPTIMIZER_BYTES = 30  # per parameter: AdamW in fp32 reads 16 bytes and writes 12, and 2 of the bf16 weight
+_OPTIMIZER_BYTES = 30  # bytes per parameter: AdamW in fp32 reads 16 and writes 12, and writes a bf16 weight of 2
 _SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is added to an fp32 sum
 # The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
 # steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). With recorded passes,
 # only the time per step remains.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
-_UNCOMPILED_SECONDS = 75 * 6e-6  # added per uncompiled layer, for 75 more kernels (733 instead of 434 in 4 layers)
-_FILLER = 1.02  # tokens of recorded passes, including filler, per token of text (docs/decisions/0129-*)
-# Kernels per round of Muon for matrices of one shape (five iterations of three products, and copies), and entries of a
-# round per worker (tests/launches.py).
+_UNCOMPILED_SECONDS = 75 * 6e-6  # added time per uncompiled layer: 75 more kernels (733 instead of 434 in 4 layers)
+_FILLER_FACTOR = 1.02  # tokens of recorded passes, including filler, per token of text (docs/decisions/0129-*)
+# Kernels in a round of Muon, for matrices of one shape (five iterations of three products, and copies), and entries of
+# a round per worker (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
-MUON_LAUNCH_SECONDS = 20e-6  # per kernel: 14 us of Python (on a Zen 4), and the launch
-_NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reach (stas00/ml-engineering, network)
+MUON_LAUNCH_SECONDS = 20e-6  # host time per kernel: 14 us of Python (on a Zen 4), and the launch
+_NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reaches (stas00/ml-engineering, network)
 # Assumed duration of a small collective, within one machine and between machines.
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# Measured on one core of an EPYC (Zen 5): (maximum ranks, seconds of planning a step; `bench scale`); reading a token.
+# Measured on one core of an EPYC (Zen 5): (maximum ranks, seconds to plan a step; `bench scale`); seconds per token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 
@@ -94,9 +94,9 @@ class StepTimes:
     products: float  # matrix products
     attention: float
     memory: float  # kernels between the products, sums of gradients and the optimizer
-    host: float
-    network: float
-    loader: float
+    host: float  # Python and kernel launches
+    network: float  # collectives
+    loader: float  # preparation of the next batch
     exposed: float = 0.0  # part of `network` that does not overlap with kernels
 
     @property
@@ -107,14 +107,14 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """The shortest time of a step."""
-        return self._longest_with(self.device)
+        return self._longest_part(self.device)
 
     @property
     def expected(self) -> float:
-        """The likely time of a step, if kernels reach the share `REACHED` of their limit."""
-        return self._longest_with(self.device / REACHED)
+        """The likely time of a step, if kernels reach `REACHED_SHARE` of their limit."""
+        return self._longest_part(self.device / REACHED_SHARE)
 
-    def _longest_with(self, device: float) -> float:
+    def _longest_part(self, device: float) -> float:
         return max(device + self.exposed, self.host, self.network, self.loader)
 
     @property
@@ -131,7 +131,7 @@ class StepTimes:
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Return the entry of `GPUS` for a name that the driver reports; None for an unknown GPU."""
+    """Return the entry of `GPUS` for a name that the driver reports, or None if the GPU is unknown."""
     for key, gpu in GPUS.items():
         words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
         if re.search(rf"\b{words}\b", name.upper()):
@@ -143,19 +143,19 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
     """Return the parts of an average step of a phase on `workers` GPUs.
 
     Args:
-        objective: objective of the run; its other models are assumed to compute at the rate of the run's model.
+        objective: objective of the run; all its models are assumed to compute at the rate of the run's model.
         work: work of the phase, from `pretrain.planning.work.phase_work`.
     """
-    config, vocabulary = objective.config, objective.vocabulary
-    batch = CountedBatch.of(config, phase, work, workers)
+    config, vocabulary_size = objective.config, objective.vocabulary
+    batch = MeanBatch.of(config, phase, work, workers)
     factor = _all_models_factor(objective, work)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
     network = _network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers)
     return StepTimes(
-        products=factor * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
+        products=factor * batch.micro_batches * _product_seconds(config, vocabulary_size, batch, gpu, itemsize) + muon,
         attention=factor * batch.micro_batches * _attention_seconds(config, batch, gpu),
-        memory=_step_bytes(objective, batch, work, workers) / (_MEMORY_SHARE * gpu.memory),
+        memory=_step_bytes(objective, batch, work, workers) / (_MEMORY_SHARE * gpu.memory_rate),
         host=_host_seconds(config, batch.micro_batches, workers),
         network=network,
         loader=_loader_seconds(batch, workers),
@@ -163,31 +163,31 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
     )
 
 
-def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: int) -> float:
+def _step_bytes(objective: Objective, batch: MeanBatch, work: Work, workers: int) -> float:
     """Return the bytes that a rank's kernels read and write in a step, except in products and attention."""
     config = objective.config
     itemsize = 4 if config.engine.precision == "fp32" else 2
     shards = workers if config.engine.zero_stage else 1
-    between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
-    updates = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / shards)
-    return _all_models_factor(objective, work) * between + updates
+    kernel_bytes = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
+    update_bytes = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / shards)
+    return _all_models_factor(objective, work) * kernel_bytes + update_bytes
 
 
 def _all_models_factor(objective: Objective, work: Work) -> float:
     """Return the FLOPs of all models of the objective, divided by the FLOPs of masked language modeling."""
     masked = MaskedTokens(objective.config, objective.vocabulary)
-    executed, baseline = (x.executed_flops([work.mean_length], work.masked) for x in (objective, masked))
+    executed, baseline = (one.executed_flops([work.mean_length], work.masked) for one in (objective, masked))
     return executed / baseline
 
 
 @dataclass(frozen=True)
-class CountedBatch:
-    """A rank's share of an average step, and one of its micro-batches."""
+class MeanBatch:
+    """A rank's micro-batches in an average step, which are all alike."""
 
-    micro_batches: int
+    micro_batches: int  # number of micro-batches
     length: float  # mean tokens per sequence
     sequences: float  # sequences per micro-batch
-    masked: float  # predicted tokens per micro-batch
+    masked: float  # tokens to predict per micro-batch
 
     @property
     def tokens(self) -> float:
@@ -195,34 +195,34 @@ class CountedBatch:
 
     @property
     def last_rows(self) -> float:
-        """Query positions of the last layer."""
+        """Query positions in the last layer."""
         return min(self.tokens, self.masked + self.sequences)
 
     @classmethod
-    def of(cls, config: PretrainConfig, phase: PhaseConfig, work: Work, workers: int) -> CountedBatch:
-        share = work.sequences / work.steps / workers
-        tokens = share * work.mean_length
+    def of(cls, config: PretrainConfig, phase: PhaseConfig, work: Work, workers: int) -> MeanBatch:
+        rank_sequences = work.sequences / work.steps / workers
+        tokens = rank_sequences * work.mean_length
         count = max(1, math.ceil(tokens / max(config.engine.micro_batch_tokens, phase.sequence_length)))
-        sequences = share / count * (_FILLER if config.engine.cuda_graphs is True else 1)
+        sequences = rank_sequences / count * (_FILLER_FACTOR if config.engine.cuda_graphs is True else 1)
         return cls(count, work.mean_length, sequences, sequences * work.masked)
 
 
-def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatch, gpu: Gpu, itemsize: int) -> float:
+def _product_seconds(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch, gpu: Gpu, itemsize: int) -> float:
     """Return the time of the matrix products of a micro-batch, forward and backward."""
     recomputes = config.engine.activation_checkpointing
 
     def seconds(rows: float, outputs: int, inputs: int) -> float:
         values = rows * inputs + inputs * outputs + rows * outputs
-        flop_rate, byte_rate = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
+        flop_rate, byte_rate = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory_rate
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / flop_rate, itemsize * values / byte_rate)
 
     # The backward pass has two products of the same size, for the gradients of the input and of the weight.
     layers = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
-    return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary, batch))
+    return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary_size, batch))
 
 
-def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
-    """Yield (rows, outputs, inputs) of each product in the layers; in the last layer, only for the rows in use."""
+def layer_products(config: PretrainConfig, batch: MeanBatch) -> Iterator[tuple[float, int, int]]:
+    """Yield (rows, outputs, inputs) of each matrix product of the layers; the last layer computes fewer rows."""
     model = config.model
     for depth in range(model.depth):
         for parameter in _matrices(layer_parameters(model, depth % model.layers)):
@@ -230,21 +230,21 @@ def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tupl
             yield batch.last_rows if is_last else batch.tokens, *parameter.shape  # pyright: ignore[reportReturnType]
 
 
-def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
+def head_products(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch) -> Iterator[tuple[float, int, int]]:
     """Yield (rows, outputs, inputs) of each matrix product of the heads; the decoder's comes last."""
     model = config.model
-    for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
+    for parameter in _matrices(head_parameters(model, vocabulary_size, config.pairs.has_classifier)):
         if parameter.name != "decoder":
             rows = batch.masked if parameter.name.startswith("mlm") else batch.sequences
             yield rows, *parameter.shape  # pyright: ignore[reportReturnType]
-    yield batch.masked, vocabulary, model.embedding or model.hidden
+    yield batch.masked, vocabulary_size, model.embedding or model.hidden
 
 
 def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
     return (parameter for parameter in parameters if len(parameter.shape) == 2)
 
 
-def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) -> float:
+def _attention_seconds(config: PretrainConfig, batch: MeanBatch, gpu: Gpu) -> float:
     """Return the time of attention, forward and backward; the backward pass recomputes the scores."""
     model, total = config.model, 0.0
     for depth in range(model.depth):
@@ -255,31 +255,31 @@ def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) ->
     return total
 
 
-def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
+def _memory_bytes(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch, itemsize: int) -> float:
     """Return the bytes that kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
     saved_bytes = cost.activation_bytes(
         config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False, native=False
     )
     saved_bytes -= cost.working_bytes(config.model, tokens, itemsize)
-    return _TRAFFIC * saved_bytes + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
+    return _TRAFFIC * saved_bytes + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary_size
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """Return the time that the host needs for a step."""
-    trained = make_objective(config).shapes
-    layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
-    layers = micro_batches * sum(model.depth for model in trained) * layer
+    """Return the host's time for a step."""
+    models = make_objective(config).shapes
+    seconds_per_layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
+    layers = micro_batches * sum(model.depth for model in models) * seconds_per_layer
     muon = 0.0
     if config.optimizer.name == "muon":
-        shapes = Counter(matrix.shape for model in trained for matrix in cost.hidden_matrices(model))
+        shapes = Counter(matrix.shape for model in models for matrix in cost.hidden_matrices(model))
         rounds = (math.ceil(count * math.prod(shape) / (MUON_ENTRIES * workers)) for shape, count in shapes.items())
         muon = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
-    return (0 if config.engine.cuda_graphs is True else layers) + REST_SECONDS * len(trained) + muon
+    return (0 if config.engine.cuda_graphs is True else layers) + REST_SECONDS * len(models) + muon
 
 
-def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
-    """Return the time of a step's collectives for `size` bytes of parameters (Rajbhandari et al. 2020, section 7).
+def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
+    """Return the time of a step's collectives for `model_bytes` of parameters (Rajbhandari et al. 2020, section 7).
 
     A ring over several machines crosses each boundary once for all GPUs of a machine, so it can use all of the
     machine's network cards.
@@ -287,14 +287,14 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
     if workers == 1:
         return 0.0
     stage = config.engine.zero_stage
-    volume = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
+    sent_bytes = model_bytes * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
     crosses_machines = workers > GPUS_PER_MACHINE  # more than one machine
-    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if crosses_machines else gpu.link
-    count = volume * size / 2 / BUCKET
-    transfer = volume * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
-    return transfer + count * _COLLECTIVE_SECONDS[crosses_machines]
+    rate = min(gpu.link_rate, GPUS_PER_MACHINE * gpu.network_rate) if crosses_machines else gpu.link_rate
+    collectives = sent_bytes / 2 / BUCKET
+    transfer_seconds = sent_bytes * (workers - 1) / workers / (_NETWORK_SHARE * rate)
+    return transfer_seconds + collectives * _COLLECTIVE_SECONDS[crosses_machines]
 
 
-def _loader_seconds(batch: CountedBatch, workers: int) -> float:
+def _loader_seconds(batch: MeanBatch, workers: int) -> float:
     planning = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
     return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

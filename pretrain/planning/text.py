@@ -28,8 +28,8 @@ from pretrain.planning.work import expected_length
 
 # Sequences sampled per phase. If lengths vary as much as in a mixture of questions and books, the standard error of the
 # mean is 0.5 %.
-_SAMPLED = 16384
-_SPANS = 8  # spans of consecutive sequences that are sampled
+_SAMPLED_SEQUENCES = 16384
+_SPANS = 8  # number of spans of consecutive sequences that are sampled
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
         return ()
     if not _has_copy(config, manifest):
         _check_weights(config, manifest)
-        counted = {reading.sequence_length: reading.mean_length for reading in _card_readings(config)}
-        if any(phase.sequence_length not in counted for phase in config.phases):
+        means = {reading.sequence_length: reading.mean_length for reading in _card_readings(config)}
+        if any(phase.sequence_length not in means for phase in config.phases):
             return ()
         tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
-        means = [counted[phase.sequence_length] for phase in config.phases]
-        return tuple(PhaseText(mean, tokens / mean) for mean in means)
+        phase_means = [means[phase.sequence_length] for phase in config.phases]
+        return tuple(PhaseText(mean, tokens / mean) for mean in phase_means)
     samplers = phase_samplers(_training_shards(config), config, seed=config.seed)
     return tuple(_measure_phase(*pair) for pair in zip(config.phases, samplers, strict=True))
 
@@ -65,95 +65,95 @@ def mean_lengths(config: PretrainConfig) -> list[float]:
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
-    """Describe how often an epoch reads a token, by sequence length, and how much each phase reads of each source.
+    """Return lines that say how often an epoch reads a token, and how much of each source a phase reads.
 
     Returns [] if the corpus is not prepared. Raises `InputError` as `measured_phases` does.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return []
     if not _has_copy(config, manifest):
-        counted = _card_readings(config)
-        return [*(reading.line for reading in counted), *_expected_phase_lines(config, manifest, counted)]
+        readings = _card_readings(config)
+        return [*(reading.line for reading in readings), *_expected_phase_lines(config, manifest, readings)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
 
 
 def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
-    """Describe how much each phase reads of each source; with one source, describe only phases that skip text.
+    """Return lines that say how much of each source a phase reads; for one source, only phases that skip text.
 
     Raises `InputError` as `measured_phases` does.
     """
     return [
-        f"phases.{number}: {'; '.join(reading.line for reading in readings)}"
-        for number, readings in enumerate(phase_readings(shards, config))
+        f"phases.{index}: {'; '.join(reading.line for reading in readings)}"
+        for index, readings in enumerate(phase_readings(shards, config))
         if len(shards.sources) > 1 or readings[0].skipped_tokens
     ]
 
 
 def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list[SourceReading]]:
-    """Yield the readings of all sources for each phase; raises `InputError` as `measured_phases` does."""
-    readers: list[SourceSamples | None] = [None] * len(shards.sources)
+    """Yield, for each phase, how much of each source it reads; raises `InputError` as `measured_phases` does."""
+    last_readers: list[SourceSamples | None] = [None] * len(shards.sources)
     samplers = phase_samplers(shards, config, seed=config.seed)
     for phase, sampler in zip(config.phases, samplers, strict=True):
         counts = sampler.counts(phase.sequences)
-        skipped = [sampler.skipped_tokens(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
+        skipped = [sampler.skipped_tokens(n, last_readers[n]) if count else 0 for n, count in enumerate(counts)]
         yield sampler.readings(phase.sequences, skipped)
-        readers = [sampler.sources[n] if count else readers[n] for n, count in enumerate(counts)]
+        last_readers = [sampler.sources[n] if count else last_readers[n] for n, count in enumerate(counts)]
 
 
 def _expected_phase_lines(
-    config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
+    config: PretrainConfig, manifest: dict[str, Any], readings: Sequence[Reading]
 ) -> Iterator[str]:
-    """Estimate `phase_lines` without a local copy of the text, as if all sources had the same mean sequence length."""
-    if not counted:
+    """Estimate `phase_lines` without a local copy of the text: all sources get the same mean sequence length."""
+    if not readings:
         return
-    means, empty = {reading.sequence_length: reading.mean_length for reading in counted}, np.zeros(1, np.uint16)
-    described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
-    text = [
+    means, empty = {reading.sequence_length: reading.mean_length for reading in readings}, np.zeros(1, np.uint16)
+    corpus = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
+    shards = [
         Shard(shard["name"], "train", shard["source"], np.broadcast_to(empty, shard["tokens"]), empty, empty)
         for shard in manifest["shards"]
         if shard["split"] == "train"
     ]
-    tokens, read = np.zeros(len(described.sources)), np.zeros(len(described.sources))
-    for shard in text:
+    tokens, epochs_read = np.zeros(len(corpus.sources)), np.zeros(len(corpus.sources))
+    for shard in shards:
         tokens[shard.source] += len(shard.tokens)
-    for number, phase in enumerate(config.phases):
-        samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
-        whole = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if all of it is held out
+    for index, phase in enumerate(config.phases):
+        samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), epochs_read
+        counts = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if a source is held out
         try:
-            mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
+            mix = plan_mix(replace(corpus, shards=shards), phase, counts, list(before * samples), f"phases.{index}")
         except InputError as error:  # not raised: mean lengths give only an estimate
-            yield f"phases.{number}: with these mean lengths, the run would be rejected: {error}"
+            yield f"phases.{index}: with these mean lengths, the run would be rejected: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
-        read = before + shares * phase.sequences / np.maximum(samples, 1)
-        statistics = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
-        by_source = zip(described.sources, statistics, strict=True)
+        epochs_read = before + shares * phase.sequences / np.maximum(samples, 1)
+        columns = zip(shares.tolist(), (epochs_read - before).tolist(), epochs_read.tolist(), mix.capped, strict=True)
+        by_source = zip(corpus.sources, columns, strict=True)
         lines = (SourceReading(source["name"], *values).line for source, values in by_source if values[0])
-        if len(described.sources) > 1:
-            yield f"phases.{number}: about {'; '.join(lines)}"
-        if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
+        if len(corpus.sources) > 1:
+            yield f"phases.{index}: about {'; '.join(lines)}"
+        if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:index]):
             limit = f"less than twice its share of {WINDOW_BLOCKS} blocks of 1e6 tokens, or of a batch if that is more"
-            yield f"phases.{number}: another sequence_length skips the rest of a source's current window, {limit}."
+            yield f"phases.{index}: another sequence_length skips the rest of a source's current window, {limit}."
 
 
 def _has_copy(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
-    """Return whether this machine has a full copy of the corpus with this manifest; the original may have grown."""
+    """Return whether this machine has a full copy of the corpus with this manifest; the original may have changed."""
     folder = config.corpus.folder
     return (folder / MANIFEST).exists() and read_manifest(folder)["shards"] == manifest["shards"]
 
 
 def _check_weights(config: PretrainConfig, manifest: dict[str, Any]) -> None:
     names = [source["name"] for source in manifest["sources"]]
-    for number, phase in enumerate(config.phases):
+    for index, phase in enumerate(config.phases):
         if unknown := [name for name in phase.weights if name not in names]:
             advice = "`prepare` adds the sources of a config to its corpus."
-            raise InputError(f"phases.{number}.weights: {not_one_of(unknown[0], names)} {advice}")
+            raise InputError(f"phases.{index}.weights: {not_one_of(unknown[0], names)} {advice}")
 
 
 def _card_readings(config: PretrainConfig) -> list[Reading]:
-    """Return the readings that `prepare` wrote to a streamed corpus's card, for the config's sequence lengths."""
+    """Return the `Reading`s in a streamed corpus's card, written by `prepare`, for the config's sequence lengths."""
     if not is_streamed(config.corpus) or config.adaptation.replay_share:
         return []
     card = json.loads((fetch_without_tokens(config.corpus) / "card.json").read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def _card_readings(config: PretrainConfig) -> list[Reading]:
 
 
 def reading_counter(config: PretrainConfig) -> ReadingCounter:
-    """Return a function that counts how often epochs and phases read text, for the card of a prepared corpus."""
+    """Return a function that counts how often text is read, for the card of a prepared corpus."""
 
     def count(shards: TokenShards) -> tuple[list[dict[str, Any]], list[str]]:
         return count_readings(shards, config), phase_lines(shards, config)
@@ -181,7 +181,7 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
 
 def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
     # Consecutive sequences are planned together, so sample evenly spaced spans of sequences.
-    count = min(phase.sequences, _SAMPLED)
+    count = min(phase.sequences, _SAMPLED_SEQUENCES)
     spans = min(_SPANS, count)
     starts = np.arange(spans) * max(0, phase.sequences - count // spans) // max(1, spans - 1)
     lengths = [sampler.plan(start + np.arange(count // spans)).lengths for start in starts.tolist()]

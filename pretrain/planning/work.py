@@ -1,8 +1,8 @@
 """The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone, without torch.
 
-An objective computes the FLOPs of a sequence; this module sums them over a run and adds the optimizer's. Only matrix
+An objective computes the FLOPs of sequences; this module sums them over a run and adds the optimizer's. Only matrix
 products are counted, with 2 FLOPs per multiply-add. The counts depend on the config and the text, never on the machine:
-no padding is counted, and in layers with local attention only the keys within windows.
+padding is not counted, and layers with local attention count only the keys within windows.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ASSUMED_FILL = 0.8
 
 
 def expected_length(phase: PhaseConfig) -> float:
-    """Return the mean sequence length that is assumed without a prepared corpus; with short documents it is lower."""
+    """Return the mean sequence length that is assumed without a prepared corpus; short documents make it lower."""
     return phase.sequence_length * ASSUMED_FILL
 
 
@@ -39,7 +39,7 @@ class Work:
     sequences: int
     tokens: float
     mean_length: float  # mean tokens per sequence
-    masked: float  # mean predicted tokens per sequence
+    masked: float  # mean tokens to predict per sequence
     flops: float  # useful FLOPs
     executed: float  # executed FLOPs, including the optimizer's
 
@@ -47,25 +47,25 @@ class Work:
 def phase_work(
     config: PretrainConfig,
     phase: PhaseConfig,
-    vocabulary: int,
+    vocabulary_size: int,
     mean_length: float | None = None,
     frozen_config: ModelConfig | None = None,
 ) -> Work:
     """Return the sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(phase), phase.sequence_length)
-    index = next(i for i, other in enumerate(config.phases) if other is phase)
-    share = sum(config.masking_shares(index)) / 2  # mean of the first and last step's
+    index = next(i for i, candidate in enumerate(config.phases) if candidate is phase)
+    share = sum(config.masking_shares(index)) / 2  # mean of the shares of the first and the last step
     limit = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, limit)
     sequences = phase.sequences
-    objective = make_objective(config, vocabulary, frozen_config)
-    flop_counts = (objective.useful_flops, objective.executed_flops)
-    useful, executed = (sequences * count([mean], masked) for count in flop_counts)
+    objective = make_objective(config, vocabulary_size, frozen_config)
+    flop_functions = (objective.useful_flops, objective.executed_flops)
+    useful, executed = (sequences * flops([mean], masked) for flops in flop_functions)
     executed += phase.steps * optimizer_flops(config)
     return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed)
 
 
-def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
+def read_frozen_config(config: PretrainConfig) -> ModelConfig | None:
     """Return the config of the run's frozen model; None if there is none, or if it cannot be read yet."""
     objective = make_objective(config)
     if not objective.frozen_role:
@@ -74,17 +74,17 @@ def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
 
     try:
         return read_shape(attrgetter(objective.setting)(config))
-    except InputError:  # the estimate may come before the frozen model is trained
+    except InputError:  # the frozen model may not be trained yet
         return None
 
 
-def vocabulary_size(config: PretrainConfig) -> int:
-    """Return the number of rows of the word embeddings: the vocabulary's entries, and padding if configured."""
+def vocabulary_rows(config: PretrainConfig) -> int:
+    """Return the number of rows of the word embeddings: the vocabulary's entries, plus padding if configured."""
     return config.model.rows(_vocabulary_entries(config))
 
 
 def _vocabulary_entries(config: PretrainConfig) -> int:
-    """Return the size of the prepared corpus's vocabulary, else of the vocabulary file, else the configured size."""
+    """Return the size of the prepared corpus's vocabulary or, if none, of the vocabulary file or as configured."""
     manifest = prepared_manifest(config.corpus)
     if manifest:
         return int(manifest["vocabulary_size"])

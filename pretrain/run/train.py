@@ -313,7 +313,7 @@ class Pretraining:
             world_size=self._engine.world_size,
             start_step=start_step,
             rollback=rollback,
-            pinned=self._device.type == "cuda",
+            pin_memory=self._device.type == "cuda",
             machines=self._machines,
             exchange=self._exchange,
         )

@@ -181,7 +181,7 @@ def test_at_another_length_the_open_window_alone_is_left_out(shards: TokenShards
     times: dict[tuple[int, int], np.ndarray] = {}  # (source, epoch) -> reads of each token
     before: Any = [None] * 3
     for phase, made in zip(config.phases, phase_samplers(shards, config, seed=0), strict=True):
-        after = made.read_after(phase.sequences)
+        after = made.progress_after(phase.sequences)
         for source, its in enumerate(made.sources[:2]):
             samples = np.arange(its.first_after(before[source]), after[source].sample)  # type: ignore[union-attr]
             for epoch in np.unique(samples // its.samples).tolist():
@@ -211,7 +211,7 @@ def test_the_cache_holds_the_windows_that_a_batch_reads() -> None:
         for first, last in ((0, 0), (0, 5), (3, blocks // 2), (blocks - 3, blocks), (blocks - 9, blocks - 4)):
             counts, opened = np.full(blocks, 10), OpenWindow(1, first, last) if last else None
             order = SourceOrder(counts, np.uint64(3), window, opened)
-            most, batch = sum(map(len, order.largest_adjacent())), 10 * min(window, blocks)
+            most, batch = sum(map(len, order.largest_window_group())), 10 * min(window, blocks)
             begin = order.first_sample(1, first)
             found = []
             for sample in range(begin, begin + 25 * blocks):

@@ -310,7 +310,7 @@ def test_closing_stops_the_thread_and_waiting_is_counted(shards):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 def test_pinned_batches_are_the_same_ones(shards: TokenShards) -> None:
-    plain, pinned = (Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=on) for on in (False, True))
+    plain, pinned = (Loader(shards, run_config(), 0, rank=0, world_size=1, pin_memory=on) for on in (False, True))
     for first, second in itertools.islice(zip(plain, pinned, strict=True), 2):
         for one, other in zip(first.micro_batches, second.micro_batches, strict=True):
             assert other.input_ids.is_pinned()
@@ -322,7 +322,7 @@ def test_threads_pin_on_the_gpu_of_the_one_that_trains(shards: TokenShards, monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.append((threading.current_thread().name, gpu)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
-    loader = Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=True)
+    loader = Loader(shards, run_config(), 0, rank=0, world_size=1, pin_memory=True)
     next(loader)
     loader.close()
     assert set(chosen) == {("loader-0", 3)}

@@ -91,7 +91,7 @@ def test_samples_are_shuffled_within_windows_that_hold_a_batch():
     shards = numbered([[[10] * 20] * 500])  # 100,000 tokens: 100 blocks
     made = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5}, **SINGLE)
     assert max(window_reads(made, shards, 50, 1000)) <= 2 * 2 * 5  # two windows at most; blocks move to document ends
-    large = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5, "batch": 400}, **SINGLE)
+    large = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5, "batch_size": 400}, **SINGLE)
     assert min(window_reads(large, shards, 400, 1000)) >= 20
     begins = [made.plan(epoch(made, number)).start_a for number in range(2)]
     assert abs(np.corrcoef(begins[0], begins[1])[0, 1]) < 0.25  # mostly that of 100 blocks

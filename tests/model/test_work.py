@@ -132,7 +132,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     assert memory.memory_bytes(config, 1, 1)["teacher"] == 0
     (tmp_path / "config.json").write_text(json.dumps(values))
     text = estimate.dry_run(config)
-    assert "both count the teacher's forward pass" in text
+    assert "FLOP and executed include the teacher's forward pass" in text
     assert "\n  teacher " in text
     shape = ModelConfig(**{**SHAPE, "layers": 4})
     weights = cost.parameter_count(shape, 30522, next_sentence=False).total

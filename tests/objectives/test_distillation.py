@@ -55,7 +55,7 @@ def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPa
     assert output.mlm_correct == (scores.argmax(-1) == batch.masked_labels).sum()
 
     parameters = dict(model.named_parameters())
-    total = output.predictions + output.nsp_loss + output.cosine_loss
+    total = output.prediction_loss + output.nsp_loss + output.cosine_loss
     got = torch.autograd.grad(total, list(parameters.values()), retain_graph=True)
     want = torch.autograd.grad(5 * soft + 2 * mlm + pairs + cosine, list(parameters.values()))
     for name, one, other in zip(parameters, got, want, strict=True):

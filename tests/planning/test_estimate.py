@@ -259,7 +259,7 @@ def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
     scheduling = {"workers": 8, "address": "10.0.0.5:6379"}
     text = estimate.dry_run(make_config(scheduling=scheduling))
     assert "8 GPU workers (assumed), bf16" in text
-    assert "cuda_graphs: auto; chosen by the GPUs" in text
+    assert "cuda_graphs: auto; chosen for the GPUs" in text
     assert "  process " not in text
 
 
@@ -291,7 +291,7 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, wor
 @pytest.mark.parametrize(
     ("model", "embeddings"),
     [
-        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments"),
+        ({"size": "mini"}, "30,522 tokens, 512 positions, 2 segments"),
         (TINY | {"family": "eurobert"}, "30,522 words"),
     ],
 )
@@ -325,7 +325,7 @@ def test_dry_run_reports_a_missing_corpus(tmp_path: Path):
 def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
     folder = make_corpus(tmp_path / "corpus", documents=30, vocabulary_size=700)
     config = make_config(folder)
-    assert work.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train
+    assert work.vocabulary_rows(config) == 700  # the corpus decides, not the 30,522 to train
     text = estimate.dry_run(config)
     assert "train: 30 documents" in text
     assert "validation: 20 documents" in text
@@ -339,7 +339,7 @@ def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monke
     (tmp_path / "vocab.txt").write_text("\n".join(entries), encoding="utf-8")
     corpus = {"dir": str(tmp_path / "none")}
     for given in (path, path.replace("~", str(tmp_path))):
-        assert work.vocabulary_size(make_config(corpus=corpus | {"vocabulary": {"path": given}})) == 8
+        assert work.vocabulary_rows(make_config(corpus=corpus | {"vocabulary": {"path": given}})) == 8
 
 
 @pytest.mark.parametrize("length", [0.0, -5.0, float("nan"), float("inf")])

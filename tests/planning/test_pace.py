@@ -40,7 +40,7 @@ def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
         evaluation={"every_steps": 20, "probes": {"texts": ["x"]}},
     )
     scaled = pace.scale(config, 2.5)
-    assert not pace.timed_run(config, tmp_path / "timed", 7).evaluation.probes.is_on
+    assert not pace.timing_config(config, tmp_path / "timed", 7).evaluation.probes.is_on
     first, second = scaled.phases
     assert (first.steps, first.warmup_steps, first.decay_steps) == (250, 25, 100)
     assert (second.steps, second.ramp_from, second.ramp_steps) == (750, 2, 150)
@@ -109,9 +109,9 @@ def test_phases_are_weighed_by_the_lengths_of_the_text(tmp_path: Path, monkeypat
 def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, pairs={"objective": "none"}, distillation={"teacher": "big"})
-    monkeypatch.setattr(pace, "frozen_shape", lambda _: None)
+    monkeypatch.setattr(pace, "read_frozen_config", lambda _: None)
     alone = pace.work_of_phases(config, None)[0].executed
-    monkeypatch.setattr(pace, "frozen_shape", lambda _: ModelConfig(size="mini"))
+    monkeypatch.setattr(pace, "read_frozen_config", lambda _: ModelConfig(size="mini"))
     assert pace.work_of_phases(config, None)[0].executed > 1.5 * alone
 
 
@@ -156,7 +156,7 @@ def test_a_step_takes_the_median_without_the_first_steps(tmp_path: Path, monkeyp
 
 def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}, scheduling={"workers": 3})
-    timed = pace.timed_run(config, tmp_path / "timed", 7)
+    timed = pace.timing_config(config, tmp_path / "timed", 7)
     assert timed.evaluation.sequences == 3
     assert (timed.total_steps, timed.phases[0].batch_sizes, timed.folder) == (7, (8,), tmp_path / "timed")
 

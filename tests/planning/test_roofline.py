@@ -52,7 +52,7 @@ def times(
 def test_products_are_the_counted_ones(model: dict[str, Any]):
     config = make_config(model)
     work = phase_work(config, config.phases[0], 30522)
-    batch = roofline.CountedBatch.of(config, config.phases[0], work, 8)
+    batch = roofline.MeanBatch.of(config, config.phases[0], work, 8)
     products = [*roofline.layer_products(config, batch), *roofline.head_products(config, 30522, batch)]
     executed = make_objective(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
     length, shape = work.mean_length, config.model
@@ -71,7 +71,7 @@ def test_no_published_result_is_above_the_limit(record: Record):
 def test_the_assumed_share_is_the_median_of_the_records():
     shares = sorted(map(share, RECORDS))
     middle = shares[len(shares) // 2 - 1 : len(shares) // 2 + 1]
-    assert sum(middle) / 2 == pytest.approx(roofline.REACHED, abs=0.01)
+    assert sum(middle) / 2 == pytest.approx(roofline.REACHED_SHARE, abs=0.01)
 
 
 def test_small_batches_are_limited_by_launches_and_large_ones_by_products():
@@ -104,7 +104,7 @@ def test_recorded_passes_leave_the_launches_of_the_optimizer():
     assert muon == pytest.approx(counted, rel=0.15), "two rounds of three shapes, one of the output's matrices"
     assert plain.device < recorded.device < 1.03 * plain.device, "filler"
     recorded = times(make_config(engine={"cuda_graphs": True}))
-    assert recorded.expected == recorded.device / roofline.REACHED + recorded.network, "which nothing hides"
+    assert recorded.expected == recorded.device / roofline.REACHED_SHARE + recorded.network, "which nothing hides"
 
 
 def test_a_second_model_adds_its_share():

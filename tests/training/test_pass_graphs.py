@@ -171,10 +171,10 @@ def of_base(sequences: int, **engine: Any) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("config", "gpus", "on", "reason"),
     [
-        (of_base(32), ["NVIDIA H200"], True, "a step is expected to take 41.2 ms launched and 8.9"),
-        (of_base(512), ["NVIDIA H200"], False, "launched and 1"),
-        (of_base(512), ["NVIDIA H200"] * 16, True, "launched and"),
-        (of_base(32), ["NVIDIA H200", "NVIDIA L4"], False, "launched and"),  # whose kernels take longer
+        (of_base(32), ["NVIDIA H200"], True, "a step is expected to take 41.2 ms without CUDA graphs and 8.9"),
+        (of_base(512), ["NVIDIA H200"], False, "without CUDA graphs and 1"),
+        (of_base(512), ["NVIDIA H200"] * 16, True, "without CUDA graphs and"),
+        (of_base(32), ["NVIDIA H200", "NVIDIA L4"], False, "without CUDA graphs and"),  # whose kernels take longer
         (of_base(32), ["NVIDIA H200", "NVIDIA T4"], False, "the dry run does not know NVIDIA T4"),
         (of_base(32, precision="fp16"), ["NVIDIA H200"], False, "recording needs bf16, not fp16"),
         (of_base(32, zero_stage=2), ["NVIDIA H200"], False, "engine.zero_stage is 2"),
@@ -191,7 +191,7 @@ def test_auto_leaves_room_for_what_recordings_keep() -> None:
     assert choose_graphs(of_base(32), 30_522, [128.0], ["NVIDIA H200"], 1e11)[0]
     chosen, found = choose_graphs(of_base(32), 30_522, [128.0], ["NVIDIA H200"], 2e9)
     assert not chosen
-    assert re.search(r"recordings would need [\d.]+ GB, and the smallest GPU has 2\.0", found)
+    assert re.search(r"CUDA graphs would need [\d.]+ GB, and the smallest GPU has 2\.0", found)
 
 
 def chosen_with(names: list[str], device: str) -> Any:

@@ -1,7 +1,7 @@
 """Masking for masked language modeling (Devlin et al. 2019, section 3.1), on concatenated sequences.
 
 Masked tokens and replacements depend only on a sample's key and the position (invariant 1 in docs/invariants.md). Every
-module of this package is a masking scheme, which a config selects by name: its class `Scheme` chooses the tokens.
+module of this package is a masking scheme: its class `Scheme` chooses the tokens. A config selects a scheme by name.
 docs/extend/add-a-masking-scheme.md shows how to add one.
 """
 
@@ -26,7 +26,7 @@ from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
-_TOKENS = 1 << 32  # counter for `draw`; pairs.py and scheme.py use other counters
+_TOKEN_BITS = 1 << 32  # counter for `draw`; pairs.py and scheme.py use other counters
 # Unused vocabulary entries of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
 _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
@@ -35,28 +35,28 @@ _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|
 class MaskingResult:
     """The result of masking S sequences of T tokens, K of them masked."""
 
-    input_ids: np.ndarray  # int64 [T], after masking
+    input_ids: np.ndarray  # int64 [T], ids after masking
     indices: np.ndarray  # int64 [K], ascending indices of the masked tokens
     labels: np.ndarray  # int64 [K], ids of the masked tokens before masking
     token_keys: np.ndarray  # int32 [T], random bits of each token, to seed dropout
 
 
 class Masker:
-    """Masks tokens of sequences: in each sequence, at most as many as `counts` returns, and no special tokens.
+    """Masks tokens in concatenated sequences: at most as many as `counts` returns, and no special tokens.
 
     Args:
-        text: the corpus; for text that is not from a corpus, its vocabulary.
+        source: the corpus; for text that is not from a corpus, its vocabulary.
         masking: the scheme, and the shares of tokens to mask and replace.
         sequence_length: maximum sequence length.
         max_predictions: maximum tokens to predict in a sequence; 0 means the masking share of `sequence_length`.
 
-    In all methods, `share`, float64 [S], is the share of tokens to predict in each sequence, by default
+    The argument `share` of methods, float64 [S], is the share of tokens to predict in each sequence, by default
     `masking.probability`. The constructor raises `InputError` if vocab.txt does not match the shards.
     """
 
     def __init__(
         self,
-        text: TokenShards | MaskingVocabulary,
+        source: TokenShards | MaskingVocabulary,
         masking: MaskingConfig,
         *,
         sequence_length: int,
@@ -64,7 +64,7 @@ class Masker:
     ) -> None:
         self._probability, self._sequence_length = masking.probability, sequence_length
         self._max_predictions = max_predictions
-        vocabulary = text if isinstance(text, MaskingVocabulary) else _vocabulary(text)
+        vocabulary = source if isinstance(source, MaskingVocabulary) else _masking_vocabulary(source)
         self.replacement_ids = vocabulary.replacement_ids
         self._scheme: MaskingScheme = load_kind(__name__, masking.scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
@@ -112,20 +112,20 @@ def find_replacement_ids(entries: Sequence[str], special: Iterable[int]) -> np.n
 
 
 def _token_bits(tokens: PackedTokens, key: np.ndarray) -> np.ndarray:
-    """Return 64 random bits per token, uint64 [T]. The upper half is the token key; the lower shuffles the tokens."""
-    return draw(draw(key, _TOKENS)[tokens.sequence], tokens.positions)
+    """Return 64 random bits per token, uint64 [T]: the upper half is its token key, the lower shuffles the tokens."""
+    return draw(draw(key, _TOKEN_BITS)[tokens.sequence], tokens.positions)
 
 
-def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
+def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
     path = shards.folder / "vocab.txt"
     entries = read_vocabulary(path)
     if len(entries) != shards.vocabulary_size:
         raise InputError(
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
-            "Restore the vocabulary they were made with, or prepare the corpus again."
+            "Restore the vocabulary that they were made with, or prepare the corpus again."
         )
     spell = speller(entries)
-    # Released vocabularies have special tokens that no model input uses, such as <|endoftext|>.
+    # Released vocabularies have special tokens that model inputs never contain, such as <|endoftext|>.
     unused_special = special_added_ids(shards.folder) if spell else ()
     replacement_ids = find_replacement_ids(entries, {*shards.special_ids.values(), *unused_special})
     if not len(replacement_ids):

@@ -15,29 +15,29 @@ class Scheme(MaskingScheme):
 
     def choose(self, tokens: PackedTokens, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
         candidates = np.flatnonzero(tokens.is_content)
-        first = word_heads(tokens, candidates, self.vocabulary)
+        word_starts = word_heads(tokens, candidates, self.vocabulary)
         sizes = np.zeros(len(tokens.input_ids), np.int64)
-        sizes[candidates[first]] = np.diff(first, append=len(candidates))
-        stops, order = shuffle(tokens, candidates[first], bits)
+        sizes[candidates[word_starts]] = np.diff(word_starts, append=len(candidates))
+        stops, order = shuffle(tokens, candidates[word_starts], bits)
         heads = order[_select_words(sizes[order], stops, np.minimum(limits, per_sequence(tokens, candidates)))]
         heads.sort()
         return ranges(heads, sizes[heads])
 
 
 def _select_words(sizes: np.ndarray, stops: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Return which words to mask, bool [W]: in order, each word that fits in the rest of its sequence's limit.
+    """Return which words to mask, bool [W]: each, in order, that fits into the rest of its sequence's limit.
 
-    `sizes`, int64 [W], are the words' numbers of tokens; `stops`, int64 [S], the ends of the sequences' words.
+    `sizes`, int64 [W], are the words' numbers of tokens; `stops`, int64 [S], is the end of each sequence's words.
     """
     remaining = limits.copy()
     next_word = np.concatenate(([0], stops[:-1]))
     selected = np.zeros(len(sizes), bool)
     unfinished = np.arange(len(stops))
     while len(unfinished):
-        words = next_word[unfinished]
-        fits = sizes[words] <= remaining[unfinished]
-        selected[words] = fits
-        remaining[unfinished] -= sizes[words] * fits
+        word = next_word[unfinished]
+        fits = sizes[word] <= remaining[unfinished]
+        selected[word] = fits
+        remaining[unfinished] -= sizes[word] * fits
         next_word[unfinished] += 1
         unfinished = unfinished[(remaining[unfinished] > 0) & (next_word[unfinished] < stops[unfinished])]
     return selected
