@@ -96,7 +96,7 @@ class TokenShards:
                 for start in range(0, len(shard.tokens), _BATCH_TOKENS):
                     yield shard.tokens[start : start + _BATCH_TOKENS]
             elif index % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
-                lease = shard.cache.hold(shard.cache.numbers(np.array([index]), np.array([0])))
+                lease = shard.cache.hold(shard.cache.global_indices(np.array([index]), np.array([0])))
                 yield shard.tokens[: int(shard.blocks["end"][0])]
                 del lease
 

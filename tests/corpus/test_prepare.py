@@ -432,7 +432,7 @@ def _in_order(table: np.ndarray) -> np.ndarray:
 
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
     monkeypatch.setattr("pretrain.corpus.documents.MAX_DOCUMENTS", documents)
-    monkeypatch.setattr("pretrain.corpus.buckets.BUFFERED", documents)
+    monkeypatch.setattr("pretrain.corpus.buckets.MAX_BUFFERED_ROWS", documents)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
