@@ -163,7 +163,7 @@ class BlockCache:
         if needed > self._max_bytes:
             raise InputError(
                 f"corpus.cache: {_format_size(self._max_bytes)}, but {purpose} needs at least "
-                f"{_format_size(needed)}. Raise it, preferably to twice that size, so that the next blocks are fetched ahead."
+                f"{_format_size(needed)}. Raise it, preferably to twice that size, to prefetch the next blocks."
             )
 
     def hold(self, blocks: np.ndarray) -> Lease:

@@ -13,7 +13,7 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.corpus.pieces import LETTER, character_classes
 
-# Further classes of characters, in addition to `pieces`. In scripts without spaces, each letter is a word: its class is
+# Classes of characters in addition to those of `pieces`. In scripts without spaces, each letter is a word: its class is
 # _WORD_START at the start of a token, and _WORD_END at the end.
 _ANY, _SPACE, _WORD_START, _WORD_END = 0, 255, 254, 253
 _PARTIAL = 252  # bytes of an incomplete character, whose class depends on adjacent tokens
@@ -33,11 +33,11 @@ _BYTES = _bytes_of_characters()
 _MARK, _LINE_FEED = "\u2581", "\u010a"  # represent a space, and a line break in a vocab.txt
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
-Spell = Callable[[str], bytes]
+Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
 
 
 def speller(entries: Sequence[str]) -> Spell | None:
-    """Return the function that converts an entry to its bytes, including spaces; None for a WordPiece vocabulary."""
+    """Return the `Spell` function of a vocabulary with these entries; None for a WordPiece vocabulary."""
     counts = {mark: sum(_starts_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
     if counts[_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
@@ -60,14 +60,14 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
 
 
 def entry_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry of a byte-level BPE; of a special token, the bytes of its name."""
+    """Return the bytes that an entry of a byte-level BPE stands for; for a special token, the bytes of its name."""
     if any(character not in _BYTES for character in entry):
         return entry.encode()
     return bytes(_BYTES[character] for character in entry)
 
 
 def _marked_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry in which a mark stands for spaces; <0xE4> is the byte E4."""
+    """Return the bytes of an entry in which a mark stands for a space; <0xE4> stands for the byte E4."""
     if byte := _BYTE.fullmatch(entry):
         return bytes([int(byte[1], 16)])
     if entry.strip(_LINE_FEED) == "":
@@ -75,22 +75,22 @@ def _marked_bytes(entry: str) -> bytes:
     return entry.replace(_MARK, " ").encode()
 
 
-def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
+def entry_strings(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
     """Return the string of each entry in a sequence, with spaces; their concatenation is the decoded text.
 
     A character whose bytes are in several entries is assigned to the last of them; an invalid one becomes U+FFFD.
     """
     strings, pending = [], b""
-    for number, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         pending += spell(entry)
-        complete = len(pending) if number + 1 == len(entries) else _whole_characters(pending)
+        complete = len(pending) if index + 1 == len(entries) else _complete_length(pending)
         strings.append(pending[:complete].decode("utf-8", "replace"))
         pending = pending[complete:]
     return strings
 
 
-def _whole_characters(text: bytes) -> int:
-    """Return the length in bytes of `text` without an incomplete character at its end."""
+def _complete_length(text: bytes) -> int:
+    """Return the length of `text`, in bytes, without an incomplete character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:
@@ -108,8 +108,8 @@ class WordEdges:
     A token continues the word of the previous token if its `continues` (bool [V]) is true and the class of its first
     character (`first`, uint8 [V]) equals the class of the previous token's last character (`last`, uint8 [V]). Class 0
     matches all classes; without `first` and `last`, all match. `partial` (int64 [4, V]) describes characters that span
-    entries: number and value of the bytes at the start of an entry that complete a character; number of bytes that are
-    missing at its end, and value of the present bytes.
+    several entries: the number and the value of the bytes at the start of an entry that continue a character; the
+    number of bytes missing from the character at its end, and the value of the bytes that it has.
     """
 
     continues: np.ndarray
@@ -118,7 +118,7 @@ class WordEdges:
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which of consecutive tokens start a word, bool [T]; no token precedes the first one."""
+        """Return which tokens of a sequence start a word, bool [T]; the sequence is not preceded by other tokens."""
         starts = ~self.continues[tokens]
         if self.first is not None and self.last is not None:
             first, last = self.first[tokens], self.last[tokens]
@@ -145,20 +145,20 @@ def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: boo
             classes[~np.isin(classes, (_ANY, _WORD_START, _WORD_END))] = LETTER
         return WordEdges(continues, first, last)
     spellings = [spell(entry) for entry in entries]
-    cuts = [_split_edges(spelling) for spelling in spellings]
-    first, last = _edge_classes([characters for characters, *_ in cuts])
-    partial = np.array([cut for _, *cut in cuts], np.int64).T
-    first[[not characters for characters, *_ in cuts]] = last[[not characters for characters, *_ in cuts]] = _PARTIAL
+    parts = [_split_partial(spelling) for spelling in spellings]
+    first, last = _edge_classes([characters for characters, *_ in parts])
+    partial = np.array([values for _, *values in parts], np.int64).T
+    first[[not characters for characters, *_ in parts]] = last[[not characters for characters, *_ in parts]] = _PARTIAL
     first[partial[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is not part of its first word
         last[[len(spelling) > 1 and not spelling.strip(b" ") for spelling in spellings]] = _SPACE
     return WordEdges(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, partial)
 
 
-def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
+def _split_partial(text: bytes) -> tuple[str, int, int, int, int]:
     """Return the complete characters of an entry, and its four values in `WordEdges.partial`."""
     leading = text[: len(text) - len(text.lstrip(_CONTINUATION))]
-    end = max(len(leading), _whole_characters(text))
+    end = max(len(leading), _complete_length(text))
     trailing = text[end:]
     missing = 2 + (trailing >= b"\xe0") + (trailing >= b"\xf0") - len(trailing) if trailing else 0
     characters = text[len(leading) : end].decode("utf-8", "replace")
@@ -168,8 +168,8 @@ def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
 def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
     """Set the classes of tokens whose first or last character spans several tokens; invalid characters are letters.
 
-    In scripts without spaces, the last token of such a character starts a word if its first token also has another
-    character.
+    In scripts without spaces, the last token of such a character starts a word if its first token also contains
+    another character.
     """
     lead_sizes, leading, missing_bytes, trailing = partial
     inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_level import is_bertrain_byte_level, step_types
+from pretrain.corpus.byte_level import component_types, is_bertrain_byte_level
 from pretrain.corpus.pieces import Bounds, DocumentPieces, bertrain_bounds, document_pieces, gpt2_bounds
 from pretrain.corpus.tokenize import BytePairs, WordTable, WordTokens
 
@@ -207,7 +207,7 @@ def _joins_no_words(described: dict[str, Any]) -> bool:
     """Return whether this is a BPE over whole documents in which no token has a space after another character."""
     model, normalizer = described["model"], described["normalizer"] or {}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != spaces:
+    if component_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != spaces:
         return False
     # Splitting at spaces has no effect, since the normalizer has replaced them.
     cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}

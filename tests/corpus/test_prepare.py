@@ -109,7 +109,7 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
 def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monkeypatch) -> None:
     import ast
 
-    from pretrain.corpus.card import shown_path
+    from pretrain.corpus.card import portable_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent / "home"))
@@ -121,7 +121,7 @@ def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monk
         ("hub:name@1#0/2", "hub:name@1#0/2"),
         (ast.__file__, f"{Path(ast.__file__).parent.name}/ast.py"),
     ):
-        assert shown_path(path) == shown
+        assert portable_path(path) == shown
 
 
 def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp_path: Path) -> None:
