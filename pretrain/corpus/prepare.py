@@ -64,7 +64,7 @@ from pretrain.corpus.manifest import (
     split_by_source,
     try_read_manifest,
 )
-from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
+from pretrain.corpus.near_search import find_near_duplicates, load_near_duplicates
 from pretrain.corpus.parallel import Pool, result_of, stoppable
 from pretrain.corpus.released import encodes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
@@ -454,7 +454,7 @@ class _Preparation:
         return {index: source_name(source) for index, source in self._sources.items() if source.held_out}
 
     def _documents(self, summaries: list[ChunkSummary]) -> Documents:
-        near = near_duplicates(self._work_dir, self._corpus.filters.near_duplicates)
+        near = load_near_duplicates(self._work_dir, self._corpus.filters.near_duplicates)
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
         known = self._existing.hash_files if self._existing else ()
         try:

@@ -198,7 +198,7 @@ class WordTable:
         return self._words[numbers].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
-        numbers, new_keys = table.lookup(keys, self.size)
+        numbers, new_keys = table.find_or_insert(keys, self.size)
         added = len(new_keys[0])
         if added:
             self._reserve(added)

@@ -23,7 +23,7 @@ class TokenTrie:
         self._next, size = KeyTable(1, capacity=2 * len(tokens)), 3
         for position in range(MAX_LETTERS):
             active = np.flatnonzero(letters[:, position])
-            children, new = self._next.lookup([_edges(nodes[active], letters[active, position])], size)
+            children, new = self._next.find_or_insert([_edges(nodes[active], letters[active, position])], size)
             nodes[active] = children
             size += len(new[0])
         self._tokens = np.full(size, -1, np.int32)  # the token that ends at each node
