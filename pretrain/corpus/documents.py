@@ -243,7 +243,7 @@ class Documents:
 
     def _refuse_trained(self) -> None:
         """Raise `InputError` if the corpus already trains on documents of a held-out source."""
-        similar = self._near.trained if self._near else {}
+        similar = self._near.trained_counts if self._near else {}
         counts = {name: (int(self._trained_counts[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
         named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
         if named:

@@ -50,9 +50,7 @@ class Extension(NamedTuple):
     words: list[str]  # the new entries, in the order of their ids
 
 
-def sampled_words(
-    inputs: Iterable[tuple[SourceConfig, Sequence[Input]]],
-) -> tuple[collections.Counter[str], list[str]]:
+def sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tuple[collections.Counter[str], list[str]]:
     """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over it."""
     training_inputs = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in training_inputs]

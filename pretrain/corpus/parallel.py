@@ -49,7 +49,7 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._arguments[0].work) / "ray.log",
+                log=Path(self._arguments[0].work_dir) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
                 initargs=self._arguments,

@@ -63,10 +63,7 @@ def bertrain_bounds(raw: bytes, text: np.ndarray) -> Bounds:
 
 
 def document_pieces(
-    texts: Sequence[str],
-    starts: Sequence[np.ndarray],
-    table: WordTable,
-    bounds: Callable[[bytes, np.ndarray], Bounds],
+    texts: Sequence[str], starts: Sequence[np.ndarray], table: WordTable, bounds: Callable[[bytes, np.ndarray], Bounds]
 ) -> DocumentPieces:
     """Cut whole documents into pieces; line breaks are treated as white space, and no space is added.
 

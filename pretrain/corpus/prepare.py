@@ -306,7 +306,7 @@ class _Preparation:
         trains_bpe = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
         is_bertrain = trains_bpe or (self._tokenizer and is_bertrain_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
-            work=str(self._work_dir),
+            work_dir=str(self._work_dir),
             lowercase=self._corpus.vocabulary.lowercase,
             fold=self._fold,
             language=self._corpus.language,

@@ -44,7 +44,7 @@ def write_all(writes: Sequence[tuple[int, bytes, int]]) -> None:
 
 
 def punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
-    """Free a range of a file. Raises `MachineError`, which names `folder`, if its file system does not support this."""
+    """Free a range of a file in `folder`. Raises `MachineError` if the file system does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
     if libc.fallocate(ctypes.c_int(descriptor), *arguments):

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from pretrain.corpus.keytable import KeyTable
 
 MAX_LETTERS = 16  # maximum letters of a word, and therefore of a token
-# Root nodes: for tokens that start a word, and for tokens that continue one ("##ing").
+# Root nodes of the tokens that start a word, and of the tokens that continue one ("##ing").
 _START, _CONTINUATION = 1, 2
 
 
@@ -15,7 +15,7 @@ class TokenTrie:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        self._unknown = vocabulary["[UNK]"]
+        self._unknown_id = vocabulary["[UNK]"]
         tokens = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_LETTERS]
         letters = np.array([token.removeprefix("##").encode() for token in tokens], f"S{MAX_LETTERS}")
         letters = letters.view(np.uint8).reshape(-1, MAX_LETTERS)
@@ -30,7 +30,7 @@ class TokenTrie:
         self._tokens[nodes] = [vocabulary[token] for token in tokens]
 
     def tokenize(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of its word and the id of each token, by repeatedly taking the longest match in a word.
+        """Return the word index and the id of each token, by repeatedly taking the longest match in each word.
 
         letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the whole
         word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
@@ -59,11 +59,11 @@ class TokenTrie:
             is_active[ended[end[ended] == lengths[word[ended]]]] = False
             states = states[:, is_active]
         unmatched = np.concatenate(unknown)
-        of_word, tokens = np.concatenate(matched, axis=1)
-        known = ~np.isin(of_word, unmatched)
+        word_indices, tokens = np.concatenate(matched, axis=1)
+        is_known = ~np.isin(word_indices, unmatched)
         return (
-            np.concatenate([of_word[known], unmatched]),
-            np.concatenate([tokens[known], np.full(len(unmatched), self._unknown)]),
+            np.concatenate([word_indices[is_known], unmatched]),
+            np.concatenate([tokens[is_known], np.full(len(unmatched), self._unknown_id)]),
         )
 
 
