@@ -51,10 +51,10 @@ class ExistingCorpus:
     @property
     def first_shards(self) -> dict[str, int]:
         """The first unused shard number of each split."""
-        numbers = {split: [-1] for split in SPLITS}
+        used = {split: [-1] for split in SPLITS}
         for shard in self.manifest["shards"]:
-            numbers[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
-        return {split: 1 + max(used) for split, used in numbers.items()}
+            used[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
+        return {split: 1 + max(numbers) for split, numbers in used.items()}
 
     @property
     def identity(self) -> list[str]:

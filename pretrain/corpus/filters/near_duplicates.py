@@ -352,8 +352,8 @@ def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Prece
 def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
     """Return the pairs in range `share` of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
-        bisect.bisect_left(pairs, number * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
-        for number in (share, share + 1)
+        bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
+        for bound in (share, share + 1)
     )
     return np.array(pairs[start:end])
 
