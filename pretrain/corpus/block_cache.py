@@ -4,7 +4,7 @@ The files are sparse and as large as the full arrays: a block is written at its 
 evicted, the least recently used ones first, by punching holes. While a process holds a `Lease` on blocks, it can read
 them as from a full copy. The processes of this machine, of one or several runs, never fetch the same block twice.
 
-    <folder>/tokens, sentences, documents  this array, of all shards; each shard starts at a page
+    <folder>/tokens, sentences, documents  an array of all shards; each shard starts at a page boundary
     <folder>/state     STATE [blocks], protected by a lock on <folder>/lock
     <folder>/held      bool [_SLOTS, blocks], whether the process in a slot needs a block
     <folder>/limits    int64 [_SLOTS], maximum bytes of the cache, as configured for the process in a slot
@@ -42,7 +42,7 @@ _MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connectio
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
-# slot: slot of the process that fetches the block; used: value of a counter of accesses when it was last used.
+# slot: the slot of the process that fetches the block; used: the value of an access counter at the last use.
 STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class BlockCache:
         self._address, self._folder, self._stored = address, folder, list(shards)
         self._max_bytes, self._objects = max_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
-        self._first_blocks = np.cumsum([0, *counts])  # of each shard; last: the number of all blocks
+        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block, and the number of blocks
         self._sizes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
         self._lease_counts = np.zeros(len(self._sizes), np.int32)
@@ -199,7 +199,7 @@ class BlockCache:
             self._held[self._slot, blocks[self._lease_counts[blocks] == 0]] = False
 
     def close(self) -> None:
-        """Stop fetching. Fetches in progress complete; if this process exits before, another process repeats them."""
+        """Stop fetching. Fetches in progress complete; if this process exits first, another process repeats them."""
         self._prefetch_pool.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -292,7 +292,7 @@ class BlockCache:
         return int(self._sizes[self._state["state"] != _ABSENT].sum())
 
     def _max_size(self) -> int:
-        """Return the size of the cache: the maximum configured for a live process. The caller must hold the lock."""
+        """Return the maximum bytes of the cache, as configured by any live process. The caller must hold the lock."""
         return int(self._limits[self._live_slots()].max())
 
     # ------------------------------------------------------------ one block
@@ -326,12 +326,12 @@ class BlockCache:
         with self._locked():
             if self._shrink_count != count_before:  # another thread has made room in the meantime
                 return True
-            present = self._present_bytes()
-            freed = self._evict(max(int(self._sizes[index]), present // 8), np.array([index]))
+            present_bytes = self._present_bytes()
+            freed = self._evict(max(int(self._sizes[index]), present_bytes // 8), np.array([index]))
             if freed:
                 self._shrink_count += 1
-                self._limits[:] = np.minimum(self._limits, present - freed)
-                logger.warning("%s: disk full; the cache is now %s", self._folder, _format_size(present - freed))
+                self._limits[:] = np.minimum(self._limits, present_bytes - freed)
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _format_size(present_bytes - freed))
         return freed > 0
 
     def _verify(self, index: int) -> None:

@@ -27,11 +27,9 @@ def _bytes_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTES = _bytes_of_characters()
-
-
+_BYTE_OF_CHARACTER = _bytes_of_characters()
 _MARK, _LINE_FEED = "\u2581", "\u010a"  # represent a space, and a line break in a vocab.txt
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_ENTRY = re.compile(r"<0x([0-9A-F]{2})>")
 
 Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
 
@@ -56,19 +54,19 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
     """
     known = set(entries)
     continuations = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
-    return known.issuperset(_BYTES) and next(continuations, None) is None
+    return known.issuperset(_BYTE_OF_CHARACTER) and next(continuations, None) is None
 
 
 def entry_bytes(entry: str) -> bytes:
     """Return the bytes that an entry of a byte-level BPE stands for; for a special token, the bytes of its name."""
-    if any(character not in _BYTES for character in entry):
+    if any(character not in _BYTE_OF_CHARACTER for character in entry):
         return entry.encode()
-    return bytes(_BYTES[character] for character in entry)
+    return bytes(_BYTE_OF_CHARACTER[character] for character in entry)
 
 
 def _marked_bytes(entry: str) -> bytes:
     """Return the bytes of an entry in which a mark stands for a space; <0xE4> stands for the byte E4."""
-    if byte := _BYTE.fullmatch(entry):
+    if byte := _BYTE_ENTRY.fullmatch(entry):
         return bytes([int(byte[1], 16)])
     if entry.strip(_LINE_FEED) == "":
         return b"\n" * len(entry)
@@ -106,22 +104,22 @@ class WordEdges:
     """Determines word boundaries between the tokens of a vocabulary with V entries.
 
     A token continues the word of the previous token if its `continues` (bool [V]) is true and the class of its first
-    character (`first`, uint8 [V]) equals the class of the previous token's last character (`last`, uint8 [V]). Class 0
-    matches all classes; without `first` and `last`, all match. `partial` (int64 [4, V]) describes characters that span
-    several entries: the number and the value of the bytes at the start of an entry that continue a character; the
+    character (`first_class`, uint8 [V]) equals the class of the previous token's last character (`last_class`, uint8
+    [V]). Class 0 matches all classes; without the two, all match. `partial` (int64 [4, V]) describes characters that
+    span several entries: the number and the value of the bytes at the start of an entry that continue a character; the
     number of bytes missing from the character at its end, and the value of the bytes that it has.
     """
 
     continues: np.ndarray
-    first: np.ndarray | None = None
-    last: np.ndarray | None = None
+    first_class: np.ndarray | None = None
+    last_class: np.ndarray | None = None
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
         """Return which tokens of a sequence start a word, bool [T]; the sequence is not preceded by other tokens."""
         starts = ~self.continues[tokens]
-        if self.first is not None and self.last is not None:
-            first, last = self.first[tokens], self.last[tokens]
+        if self.first_class is not None and self.last_class is not None:
+            first, last = self.first_class[tokens], self.last_class[tokens]
             if self.partial is not None:
                 _join_partial(self.partial, tokens, first, last)
             current, previous = first[1:], last[:-1]

@@ -77,7 +77,7 @@ class DocumentRange:
     split: str
     low: int
     high: int
-    held_out: bool  # whether the entire source is held out
+    source_is_held_out: bool  # whether the entire source is held out
     max_held_out_hash: int  # the highest hash of a held-out document; -1 for none
 
     def documents(self, work_dir: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -88,7 +88,7 @@ class DocumentRange:
             start = int(np.searchsorted(sort_keys, np.uint64(self.low)))
             end = int(np.searchsorted(sort_keys, np.uint64(self.high - 1), "right"))
             kept = np.fromfile(work_dir / _KEPT, bool, end - start, offset=first + start)
-            held_out = are_held_out(table[start:end], self.max_held_out_hash, entire_source=self.held_out)
+            held_out = are_held_out(table[start:end], self.max_held_out_hash, entire_source=self.source_is_held_out)
             yield name, start + np.flatnonzero(kept & (held_out == (self.split == "validation")))
 
 
@@ -98,7 +98,7 @@ class ShardPlan:
 
     name: str
     document_range: DocumentRange
-    totals: dict[str, int]  # documents, sentences, tokens
+    totals: dict[str, int]  # number of documents, sentences and tokens
 
     @property
     def split(self) -> str:
@@ -340,12 +340,12 @@ class Documents:
         parts = [index for index, (_, part_source) in enumerate(self._parts) if part_source == source]
         start, end = (int(self._part_starts[parts[0]]), int(self._part_starts[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - start) // MAX_DOCUMENTS))
-        sorted_hashes = Buckets(self._work_dir / "signatures", _HASH, count)
+        buckets = Buckets(self._work_dir / "signatures", _HASH, count)
         for part in self._decided_parts(start, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
-            sorted_hashes.add(hashes.view(_HASH).reshape(-1), bucket_of(hashes[:, 0], count))
+            buckets.add(hashes.view(_HASH).reshape(-1), bucket_of(hashes[:, 0], count))
         with atomic_open(path) as file:
-            for hashes in sorted_hashes.drain():
+            for hashes in buckets.drain():
                 np.unique(hashes).tofile(file)
 
     def plan(self, shard_tokens: int, first_shards: Mapping[str, int] | None = None) -> list[ShardPlan]:

@@ -4,9 +4,9 @@ A word that occurs n times and has p tokens takes n x p tokens in the corpus; as
 come after the old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
 
 The tokenizers find new entries in different ways. WordPiece matches the longest entry. In a Unigram, the score of a new
-entry slightly exceeds the sum of its pieces' scores: so little that other words do not change, but more for more
-pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up a whole word
-before applying merges (`ignore_merges`).
+entry slightly exceeds the sum of its pieces' scores: too little to change the tokens of other words, but by more for
+more pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up whole
+words before applying merges (`ignore_merges`).
 
 In scripts without spaces, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
 """

@@ -33,7 +33,7 @@ ReadingCounter = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """The results of all earlier stages. `sources` and `inputs` are by the index of the source in the corpus.
+    """The results of all earlier stages. `sources` and `inputs` are keyed by the index of the source in the corpus.
 
     Attributes:
         settings: settings of the whole corpus, for the manifest.

@@ -78,7 +78,7 @@ class _ProcessState:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.is_remote = False  # on a cluster, whose machines may not see the coordinating process's files
+        self.is_remote = False  # whether this is a task on a cluster, which may not see the coordinator's files
         self._tokenizer = tokenizer
         self._words: WordTokens | None = None
         self._documents: DocumentEncoder | None = None

@@ -38,6 +38,7 @@ _SEED = 42
 MAX_DOCUMENTS = 1 << 23  # maximum documents per call of `find_pairs`, which bounds its memory to about 0.4 GB
 _ANCHORS = 8  # maximum documents with the same key with which all later ones are compared
 _BATCH_PAIRS = 4096  # pairs compared together; the minima of a larger batch do not fit in the CPU cache
+_HASHES, _KEYS, _MINIMA, _EXCERPTS = range(4)  # arrays of a sketch file, in order
 _EXCERPT_BYTES = 96  # bytes of a document that are kept as an example
 _SPARSE = 1000  # minimum number of known hashes per lookup for reading only the needed pages of their file
 _COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
@@ -129,9 +130,9 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
-        for index in range(4):
-            arrays = [_map_array(path, index) for path in parts]
-            axis = 1 if index == 1 else 0  # axis of the documents
+        for array_index in (_HASHES, _KEYS, _MINIMA, _EXCERPTS):
+            arrays = [_map_array(path, array_index) for path in parts]
+            axis = 1 if array_index == _KEYS else 0  # axis of the documents
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
             header = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
@@ -155,7 +156,7 @@ class SketchFiles:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
         # Index of each file's first document, and the number of all documents.
-        self.file_starts = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
+        self.file_starts = np.cumsum([0, *(len(_map_array(path, _HASHES)) for path in self._paths)])
         self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
         self.known_count = int(self.file_starts[self._known_files])
@@ -170,7 +171,7 @@ class SketchFiles:
         for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
             if file == 0:
                 new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
-            keys = np.asarray(_map_array(self._paths[file], 1)[band])
+            keys = np.asarray(_map_array(self._paths[file], _KEYS)[band])
             chosen = np.flatnonzero(keys % np.uint64(share_count) == share)
             if file < self._known_files:
                 chosen = chosen[np.isin(keys[chosen], new_keys)]
@@ -189,7 +190,7 @@ class SketchFiles:
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
     def rows(self, array_index: int, documents: np.ndarray) -> np.ndarray:
-        """Return the rows of an array (0 hashes, 2 minima, 3 excerpts) for ascending document indices."""
+        """Return the rows of an array other than `_KEYS` for ascending document indices."""
         documents = documents.astype(np.int64)
         file = np.searchsorted(self.file_starts, documents, "right") - 1
         chosen = [
@@ -199,7 +200,7 @@ class SketchFiles:
 
 
 def _map_array(path: Path, array_index: int) -> np.ndarray:
-    """Memory-map an array of a sketch file: 0 hashes, 1 keys, 2 minima, 3 excerpts."""
+    """Memory-map an array of a sketch file, such as `_HASHES`."""
     with path.open("rb") as file:
         for _ in range(array_index + 1):
             np.lib.format.read_magic(file)
@@ -220,12 +221,12 @@ def find_pairs(
     files = SketchFiles(work_dir)
     later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, share_count), precedence)
     compared, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
-    minima = files.rows(2, compared)
+    minima = files.rows(_MINIMA, compared)
     equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
     is_similar = _similarity(equal, minima.shape[1]) >= threshold
     pairs = np.zeros(int(is_similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[is_similar], earlier[is_similar], equal[is_similar]
-    pairs["hash"] = files.rows(0, compared)[row[: len(later)][is_similar]]
+    pairs["hash"] = files.rows(_HASHES, compared)[row[: len(later)][is_similar]]
     pairs["rank"], pairs["earlier_rank"] = (rank[is_similar] for rank in ranks)
     pairs = _sort_pairs(pairs)
     with atomic_open(out) as file:
@@ -270,7 +271,7 @@ def _candidates(
     has_partner = equals_previous | np.append(equals_previous[1:], False)
     keys, documents = keys[has_partner], documents[has_partner]
     ascending, row = np.unique(documents, return_inverse=True)
-    hashes = files.rows(0, ascending)
+    hashes = files.rows(_HASHES, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
     order = np.lexsort((documents, ranks[row], keys))
     keys, row = keys[order], row[order]
@@ -339,7 +340,7 @@ def _lost_path(out: Path) -> Path:
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
     """Return {index of a source: number of its documents that are similar to a known training document}."""
     earlier, row = np.unique(pairs["earlier"], return_inverse=True)
-    hashes = files.rows(0, earlier)
+    hashes = files.rows(_HASHES, earlier)
     order = np.argsort(hashes[:, 0])
     is_trained = np.zeros(len(earlier), bool)
     for path in precedence.training_hash_files:
@@ -360,7 +361,7 @@ def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
 
 def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
     indices = np.array([pair["document"]]), np.array([pair["earlier"]])
-    text, earlier_text = (files.rows(3, index)[0].decode(errors="ignore") for index in indices)
+    text, earlier_text = (files.rows(_EXCERPTS, index)[0].decode(errors="ignore") for index in indices)
     similarity = float(_similarity(pair["equal"], size))
     return {"text": text, "found": f"similarity {similarity:.2f} to: {earlier_text}"}
 
