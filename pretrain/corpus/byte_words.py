@@ -13,8 +13,8 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.corpus.pieces import LETTER, character_classes
 
-# Classes of characters in addition to those of `pieces`. In scripts without spaces, each letter is a word: its class is
-# _WORD_START at the start of a token, and _WORD_END at the end.
+# Classes of characters, in addition to the ones in `pieces`. In scripts without spaces, each letter is a word: its
+# class is _WORD_START at the start of a token, and _WORD_END at the end.
 _ANY, _SPACE, _WORD_START, _WORD_END = 0, 255, 254, 253
 _PARTIAL = 252  # bytes of an incomplete character, whose class depends on adjacent tokens
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -170,28 +170,28 @@ def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, la
     another character.
     """
     lead_sizes, leading, missing_bytes, trailing = partial
-    inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
+    character_class, first_token = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
     starts = positions = np.flatnonzero(missing_bytes[tokens[:-1]])
-    spelled, remaining = trailing[tokens[starts]], missing_bytes[tokens[starts]]
+    values, remaining = trailing[tokens[starts]], missing_bytes[tokens[starts]]
     while len(positions):
         positions = positions + 1
         current = tokens[positions]
-        spelled, remaining = spelled << 8 * lead_sizes[current] | leading[current], remaining - lead_sizes[current]
-        distinct, inverse = np.unique(spelled[remaining == 0], return_inverse=True)
+        values, remaining = values << 8 * lead_sizes[current] | leading[current], remaining - lead_sizes[current]
+        distinct, inverse = np.unique(values[remaining == 0], return_inverse=True)
         characters = [value.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for value in distinct.tolist()]
-        edges = starts[remaining == 0], positions[remaining == 0]
+        token_pairs = starts[remaining == 0], positions[remaining == 0]
         new_classes = [classes[inverse] for classes in _edge_classes(characters)]
-        for classes, chosen, edge in zip((first, last), edges, new_classes, strict=True):
-            classes[chosen] = np.where(classes[chosen] == _PARTIAL, edge, classes[chosen])
-        before[edges[1]], inner[edges[1]] = edges[0], new_classes[0]
+        for classes, chosen, new_class in zip((first, last), token_pairs, new_classes, strict=True):
+            classes[chosen] = np.where(classes[chosen] == _PARTIAL, new_class, classes[chosen])
+        first_token[token_pairs[1]], character_class[token_pairs[1]] = token_pairs[0], new_classes[0]
         is_incomplete = (remaining > 0) & (lead_sizes[current] > 0) & (positions + 1 < len(tokens))
-        starts, positions, spelled, remaining = (a[is_incomplete] for a in (starts, positions, spelled, remaining))
-    first[(inner == _WORD_START) & ~np.isin(last[before], (_ANY, _SPACE, _PARTIAL))] = _WORD_START
+        starts, positions, values, remaining = (a[is_incomplete] for a in (starts, positions, values, remaining))
+    first[(character_class == _WORD_START) & ~np.isin(last[first_token], (_ANY, _SPACE, _PARTIAL))] = _WORD_START
     first[first == _PARTIAL] = last[last == _PARTIAL] = LETTER
 
 
 def _edge_classes(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes of first and last characters, uint8 [V] each; a final mark has the class of its letter."""
+    """Return the classes of first and last characters, uint8 [V] each; a trailing mark has the class of its letter."""
     firsts = np.array([ord(string[0]) if string else 0 for string in strings], np.int64)
     lasts = np.array([ord(string[-1]) if string else 0 for string in strings], np.int64)
     first, last = _classes(firsts)[0], _classes(lasts)[1]

@@ -40,7 +40,7 @@ _LEARNED_CHARACTERS = 4 << 20  # characters of the words from which letter seque
 _ASCII_WORD = re.compile(r"\w+")
 _EXTRA_SEQUENCES = 100  # number of sequences learned in addition to the maximum, since not all of them are added
 _FIRST_PRIVATE = 0xF0000  # first private-use character; each represents a letter with its marks
-_SCORE_MARGIN = 1e-4  # log probability by which a new word's score exceeds that of its pieces, per saved piece
+_SCORE_MARGIN = 1e-4  # log probability by which a new word's score exceeds its pieces' scores, per saved piece
 
 
 class Extension(NamedTuple):
@@ -51,7 +51,7 @@ class Extension(NamedTuple):
 
 
 def sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tuple[collections.Counter[str], list[str]]:
-    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over it."""
+    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and a sample of its documents."""
     training_inputs = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in training_inputs]
     known_sizes = [size for size in sizes if math.isfinite(size)]
@@ -101,19 +101,19 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     words = _count_pre_tokens(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
-    pieces = _ids_of(tokenizer, {**words, **candidates})
+    old_ids = _ids_of(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
     saved_tokens = {
-        word: count * (len(pieces[word]) - 1)
+        word: count * (len(old_ids[word]) - 1)
         for word, count in candidates.items()
-        if len(pieces[word]) > 1 and count >= _MIN_COUNT and unknown_id not in pieces[word] and word not in entries
+        if len(old_ids[word]) > 1 and count >= _MIN_COUNT and unknown_id not in old_ids[word] and word not in entries
         if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
     chosen = sorted(saved_tokens, key=lambda word: (-saved_tokens[word], word))[:max_words]
     while True:
         extended = _with_entries(tokenizer, chosen)
         new_ids = _ids_of(extended, words)
-        broken = [word for word in words if unknown_id in new_ids[word] and unknown_id not in pieces[word]]
+        broken = [word for word in words if unknown_id in new_ids[word] and unknown_id not in old_ids[word]]
         if not broken:
             break
         # If WordPiece matches a new entry first, the rest of a longer word may match no entry, so the word is [UNK].

@@ -34,7 +34,7 @@ CHUNK_BYTES = 8 << 20  # minimum text per chunk
 _MAX_SHOWN = 3  # maximum faults listed in a message
 # Maximum invalid characters in text read as UTF-8: 5 plus 20 %. Latin-1 text has fewer, GB 18030 or KOI8 text more.
 _MAX_INVALID, _MAX_INVALID_SHARE = 5, 0.2
-_HEAD_BYTES = 4096  # number of bytes at the start of a text in which NULs are counted
+_HEAD_BYTES = 4096  # number of leading bytes in which NULs are counted
 _MAX_NUL_SHARE = 0.25  # maximum share of NULs in text read as UTF-8; Latin text in UTF-16 has more
 _MAX_NUL_SHARE_IF_INVALID = 0.005  # maximum for text with invalid characters; other scripts in UTF-16 have more
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # at the start of any line, since files may be concatenated

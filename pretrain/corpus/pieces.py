@@ -80,17 +80,17 @@ def document_pieces(
     ends = np.flatnonzero(text == 0)
     piece_starts, piece_ends = bounds(raw, text)
     pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), piece_starts, piece_ends - piece_starts)
-    counts = np.fromiter(map(len, starts), np.int64, len(starts))
+    sentence_counts = np.fromiter(map(len, starts), np.int64, len(starts))
     text_starts = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
-    characters = np.concatenate(starts) + np.repeat(text_starts, counts)
+    offsets = np.concatenate(starts) + np.repeat(text_starts, sentence_counts)
     if not raw.isascii():
-        characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
-    sentences = np.searchsorted(piece_starts, characters)
+        offsets = np.flatnonzero((text & 0xC0) != 0x80)[offsets]
+    sentences = np.searchsorted(piece_starts, offsets)
     # Drop sentences without a piece: the next piece belongs to an earlier sentence or to another document.
-    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), counts))
-    distinct = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
-    documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
-    return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
+    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), sentence_counts))
+    kept = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
+    documents = np.searchsorted(kept, np.concatenate([[0], np.cumsum(sentence_counts)]))
+    return DocumentPieces(pieces, np.append(sentences[kept], len(pieces)), documents)
 
 
 def _bounds(byte_classes: np.ndarray, text: np.ndarray) -> Bounds:
@@ -109,8 +109,8 @@ def _bounds(byte_classes: np.ndarray, text: np.ndarray) -> Bounds:
     starts[1:-1] |= (byte_classes[1:-1] == _SPACE) & is_space[:-2] & is_solid[2:]
     starts[document_ends[:-1] + 1] = ~is_end[document_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | is_end)
-    first = np.flatnonzero(starts[bounds])
-    return bounds[first], bounds[first + 1]
+    indices = np.flatnonzero(starts[bounds])
+    return bounds[indices], bounds[indices + 1]
 
 
 # ---------------------------------------------------------------- classes
@@ -173,7 +173,7 @@ def _gpt2_classes(range_index: int) -> np.ndarray:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     text = "".join(_characters(range_index))
     classes = np.zeros(_RANGE, np.uint8)
-    # The characters of a pre-token have one class: the class of the example that the first one joins.
+    # All characters of a pre-token have the class of the example with which the first one forms a pre-token.
     for _, (start, end) in split(text):
         matches = [example_class for example_class, example in _EXAMPLES if len(split(example + text[start])) == 1]
         classes[start:end] = matches[0] if matches else _OTHER_SPACE

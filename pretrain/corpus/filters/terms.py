@@ -189,8 +189,8 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 def _kinds() -> np.ndarray:
     """Return the kind of each UTF-16 unit, with the flag _CHANGES if normalization may change it, uint8 [65536].
 
-    The kind of a high surrogate is the highest kind that at least an eighth of its characters have or exceed. A low
-    surrogate is a MARK, so that it belongs to the high surrogate before it.
+    The kind of a high surrogate is the highest kind that an eighth of its characters have or exceed. A low surrogate is
+    a MARK, so that it belongs to the high surrogate before it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
