@@ -66,11 +66,11 @@ class Gpt2Splitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         """Cut documents into pieces; arguments as in `document_pieces`."""
         spaced, shifted = [], []
-        for text, sentences in zip(texts, starts, strict=True):
-            # As in pre_tokenizers/byte_level.rs of `tokenizers`.
+        for text, offsets in zip(texts, starts, strict=True):
+            # Add a space as in pre_tokenizers/byte_level.rs of `tokenizers`.
             space = self._adds_space and not text.startswith(" ")
             spaced.append(" " + text if space else text)
-            shifted.append(np.asarray(sentences) + space * (np.arange(len(sentences)) > 0))
+            shifted.append(np.asarray(offsets) + space * (np.arange(len(offsets)) > 0))
         return document_pieces(spaced, shifted, table, self._bounds)
 
     def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ class WordSplitter:
 
 
 class RunSplitter:
-    """Splitter before spaces and around runs of one of `run_characters`, line breaks and tabs that are added tokens."""
+    """Splitter before spaces and around runs of a line break or tab that is an added token (`run_characters`)."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, run_characters: str) -> None:
         self.piece_tokens = _LibraryPieces(tokenizer, table)
@@ -115,13 +115,13 @@ class RunSplitter:
         return np.ones(len(pieces), bool)
 
     def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        kinds = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
-        current, previous = kinds[1:], kinds[:-1]
+        classes = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
+        current, previous = classes[1:], classes[:-1]
         may_start = (current >= _RUN) | (previous >= _RUN) | (previous == _END) | (current == _SPACE)
         is_start = (current != previous) & may_start
-        first = np.flatnonzero(is_start & (current != _END)) + 1
+        starts = np.flatnonzero(is_start & (current != _END)) + 1
         edges = np.flatnonzero(is_start | (current == _END)) + 1
-        return first, edges[np.searchsorted(edges, first, side="right")]
+        return starts, edges[np.searchsorted(edges, starts, side="right")]
 
 
 _END, _SPACE, _OTHER, _RUN = range(4)
@@ -220,12 +220,12 @@ def _joins_no_words(spec: dict[str, Any]) -> bool:
 
 
 def _word_bounds(raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    solid = np.frombuffer(raw.translate(_SOLID), bool)
-    first = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
-    return first, np.flatnonzero(solid[:-1] & ~solid[1:]) + 1
+    is_solid = np.frombuffer(raw.translate(_IS_SOLID), bool)
+    starts = np.flatnonzero(is_solid[1:] & ~is_solid[:-1]) + 1
+    return starts, np.flatnonzero(is_solid[:-1] & ~is_solid[1:]) + 1
 
 
-_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+_IS_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 
 class _LibraryPieces(WordTokens):

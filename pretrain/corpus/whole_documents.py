@@ -24,7 +24,7 @@ from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
-_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+_IS_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 _EncodedDocument = tuple[np.ndarray, np.ndarray]  # tokens, and the number of tokens of each sentence, uint32 [S]
 
@@ -33,9 +33,9 @@ def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """Return the DOCUMENT table of documents without NUL; fields that depend on the tokenizer are 0."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
-    solid = np.frombuffer(raw.translate(_SOLID), bool)
-    is_start = solid.copy()
-    is_start[1:] &= ~solid[:-1]
+    is_solid = np.frombuffer(raw.translate(_IS_SOLID), bool)
+    is_start = is_solid.copy()
+    is_start[1:] &= ~is_solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
     table["hash"] = document_hashes(raw, len(texts), fold=fold)
@@ -97,9 +97,9 @@ class DocumentEncoder:
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
-        first = np.array([start for start, _ in encoding.offsets], np.int64)
+        token_starts = np.array([start for start, _ in encoding.offsets], np.int64)
         # A token that crosses the start of a sentence belongs to the previous sentence.
-        cuts = np.unique(np.searchsorted(first, np.asarray(starts, np.int64)))
+        cuts = np.unique(np.searchsorted(token_starts, np.asarray(starts, np.int64)))
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
