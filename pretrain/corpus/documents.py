@@ -392,7 +392,7 @@ class Documents:
                 entries[dropped["filter"], dropped["rule"]]["by_source"][summary.source] += dropped["documents"]
         return [*entries.values(), *self._near_duplicate_entries(source_count)]
 
-    def evaluation_entries(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
+    def eval_entries(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
         seen = np.array(sorted({index for summary in self._summaries for index in summary.seen}), np.int64)
         set_starts = np.cumsum([0, *(size["texts"] for size in sizes)])

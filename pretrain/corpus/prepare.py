@@ -200,7 +200,7 @@ class _Preparation:
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := try_read_manifest(self._folder):
-                from_config = self._checkpoint_tokenizer is None
+                from_config = not self._checkpoint_tokenizer
                 indices = match_sources(self._folder, manifest, *requested, compare_vocabulary=from_config)
                 check_repeatable(manifest, indices, error)
             self._bar.say(f"{error} Preparing it again.")

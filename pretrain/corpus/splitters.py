@@ -164,12 +164,11 @@ def _is_literal(token: dict[str, Any]) -> bool:
 
 def _splits_as_gpt2(spec: dict[str, Any]) -> bool:
     """Return whether documents without added tokens can be cut like in GPT-2, unless NFC changes them."""
-    model, pre_tokenizer = spec["model"], spec["pre_tokenizer"] or {}
-    if model["type"] != "BPE" or pre_tokenizer.get("type") != "ByteLevel" or not pre_tokenizer["use_regex"]:
+    step, entries = spec["pre_tokenizer"], spec["model"]["vocab"]
+    if spec["model"]["type"] != "BPE" or not step or step["type"] != "ByteLevel" or not step["use_regex"]:
         return False
     # `PieceEncoder` separates pieces by the first id after the vocabulary, which must therefore have no gaps.
-    has_no_gaps = max(model["vocab"].values()) < len(model["vocab"])
-    return has_no_gaps and (spec["normalizer"] or {}).get("type") in (None, "NFC")
+    return max(entries.values()) < len(entries) and (spec["normalizer"] or {}).get("type") in (None, "NFC")
 
 
 def _splits_at_spaces(spec: dict[str, Any]) -> bool:

@@ -204,9 +204,8 @@ def count_normalized_words(counts: dict[bytes, int], normalizer: normalizers.Ber
     for word, count in counts.items():
         text = word.decode()
         # Nine in ten words are ASCII letters and digits (bytes.isalnum) in the right case, and do not change.
-        is_normalized = word.isalnum() and not (lowercase and word != word.lower())
-        pieces = [(text, None)] if is_normalized else pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))
-        for piece, _ in pieces:
+        is_plain = word.isalnum() and not (lowercase and word != word.lower())
+        for piece, _ in [(text, None)] if is_plain else pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
             if len(piece) <= MAX_WORD_CHARACTERS:
                 words[piece] += count
     return dict(sorted(words.items()))

@@ -289,8 +289,8 @@ def test_a_damaged_corpus_is_prepared_again_with_its_own_settings_only(sources: 
 def test_a_corpus_that_another_process_finished_meanwhile_is_not_prepared_again(
     sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, run, make = tmp_path / "corpus", preparing._Preparation, preparing._Preparation._make_pool
-    monkeypatch.setattr(run, "_make_pool", lambda one: (shutil.copytree(prepared, folder), make(one))[1])
+    folder, pool = tmp_path / "corpus", preparing._Preparation._make_pool
+    monkeypatch.setattr(preparing._Preparation, "_make_pool", lambda p: (shutil.copytree(prepared, folder), pool(p))[1])
     assert "already prepared" in prepare(config(sources, folder), quiet=True)
     shutil.rmtree(folder)
     with pytest.raises(InputError, match="min_document_words"):

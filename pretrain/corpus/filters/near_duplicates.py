@@ -130,7 +130,7 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
-        for array_index in (_HASHES, _KEYS, _MINIMA, _EXCERPTS):
+        for array_index in range(4):
             arrays = [_map_array(path, array_index) for path in parts]
             axis = 1 if array_index == _KEYS else 0  # axis of the documents
             shape = list(arrays[0].shape)
