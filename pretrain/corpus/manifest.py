@@ -176,7 +176,7 @@ def match_sources(
     """Return the index in the corpus of each source in the config; new sources get the next indices.
 
     A source in the config matches the one in the corpus with equal settings and equal files: the same names, sizes and
-    times or, failing that, the same content (copied files; their new digest is then put into the manifest). Failing
+    times or, failing that, the same content (copied files, whose new digest is then put into the manifest). Failing
     that, it matches the one with the same name. Settings of the vocabulary only count if `compare_vocabulary`.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.

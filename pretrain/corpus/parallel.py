@@ -86,7 +86,7 @@ class Pool:
             if self._executor is None:
                 return functools.partial(function, *arguments)
             if isinstance(self._executor, ProcessPoolExecutor):
-                return self._executor.submit(stages.stoppable, function, *arguments)
+                return self._executor.submit(stages.run_interruptible, function, *arguments)
             return self._executor.submit(function, *arguments)
 
     def run(

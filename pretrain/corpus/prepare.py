@@ -240,7 +240,7 @@ class _Preparation:
 
     def _run_stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
-        sizes = write_table(contamination, self._work_dir / TABLE) if contamination.sets else []
+        evaluation_sizes = write_table(contamination, self._work_dir / TABLE) if contamination.sets else []
         hashing = self._start_hashing(pool)
         summaries = self._read(pool)
         if self._existing and self._corpus.filters.near_duplicates.enabled:
@@ -249,7 +249,7 @@ class _Preparation:
         precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, training_hashes)
         find_near_duplicates(pool, self._work_dir, self._corpus.filters.near_duplicates, precedence, self._bar)
         hashes = self._finish_hashing(hashing)
-        tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
+        tokenizer = self._tokenizer or self._train_vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
         documents = self._documents(summaries)
@@ -274,7 +274,7 @@ class _Preparation:
             results=results,
             hashes=hashes,
             problems=self._problems,
-            evaluation_sizes=sizes,
+            evaluation_sizes=evaluation_sizes,
         )
         prepared.write(self._count_readings)
 
@@ -423,7 +423,7 @@ class _Preparation:
             write_json(self._work_dir / "hashes.json", hashes)
         return hashes
 
-    def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
+    def _train_vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
         """Train a vocabulary on kept documents with the lowest hashes, at most VOCABULARY_TRAINING_BYTES of text."""
         path = self._work_dir / stages.TOKENIZER
         if path.exists():

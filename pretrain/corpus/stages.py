@@ -130,7 +130,7 @@ STOP = signal.SIGUSR1
 _is_running = _is_stopped = False
 
 
-def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a child process. STOP interrupts this call and all later ones; no file is left incomplete."""
     global _is_running
     _is_running = True

@@ -1,6 +1,6 @@
 """The filters of `prepare`: optional steps that drop documents, applied in the processes that read documents.
 
-Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found once all
+Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found after all
 documents have been read, so each kept document gets a sketch (`near_duplicates`), and all sketches are compared later.
 """
 
