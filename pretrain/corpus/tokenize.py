@@ -284,10 +284,10 @@ class WordPieces(WordTokens):
         Words of printable ASCII are looked up in the trie: BERT's normalizer does not change them, and ASCII marks are
         already separate words. All others, one in nine, are encoded by the library.
         """
-        letters = self._table.padded_words(indices)
-        plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
+        characters = self._table.padded_words(indices)
+        plain = (characters[:, 0] != 0) & (((characters > 32) & (characters < 127)) | (characters == 0)).all(1)
         in_trie, others = np.flatnonzero(plain), np.flatnonzero(~plain)
-        trie_words, trie_tokens = self._trie.tokenize(letters[in_trie])
+        trie_words, trie_tokens = self._trie.tokenize(characters[in_trie])
         other_words, other_tokens = self._library.tokens(self._table.words(indices[others]))
         words = np.concatenate([in_trie[trie_words], others[other_words]])
         tokens = np.concatenate([trie_tokens, other_tokens])

@@ -127,12 +127,13 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
 
     Existing tokens get the flags in `added_tokens_decoder`, as in transformers.
     """
-    path, config, special_map = (
+    added_file, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
     decoder = declared.get("added_tokens_decoder", {})
     token_ids = {
-        token: _checked_id(value, token, path) for token, value in (read_json(path) if path.is_file() else {}).items()
+        token: _checked_id(value, token, added_file)
+        for token, value in (read_json(added_file) if added_file.is_file() else {}).items()
     }
     flags: dict[str, dict[str, Any]] = {}
     for value, token in decoder.items():
@@ -142,13 +143,13 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
     specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
     if special_map.is_file():
         specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    existing = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token, token_id in sorted(token_ids.items(), key=lambda item: item[1]):
-        if token in known and not flags.get(token):
+        if token in existing and not flags.get(token):
             continue
         expected = tokenizer.token_to_id(token)
         expected = vocabulary_size(tokenizer) if expected is None else expected
-        if token_id != expected and token not in known:
+        if token_id != expected and token not in existing:
             raise InputError(
                 f"{folder}: the added token {token!r} has the id {token_id}, but the next free one is {expected}. Add "
                 "the model's own tokenizer files to the folder."
