@@ -73,8 +73,8 @@ def write_card(
 
     `hashes` has {path: SHA-256} of each new source's files, `readings` the result of `finish.ReadingCounter`,
     `extension` the entries about words added to the vocabulary, `filtered` and `evaluation` the entries of filters and
-    of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first, without
-    `hashes`.
+    of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first in `sources`,
+    and are not in `hashes`.
     """
     old_sources = old_card.get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _SUMMED_KEYS} | _lost_entry(sources)

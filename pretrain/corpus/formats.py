@@ -59,11 +59,11 @@ def kind_of(file: Path) -> str:
 
 
 def kind_warnings(
-    sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
+    sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], validation_fraction: float
 ) -> tuple[list[str], bool]:
     """Return warnings about plain-text sources that another kind fits, and whether they concern all training text."""
     paths = {index: [Path(path) for item in inputs[index] for path in item.paths] for index in sources}
-    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
+    are_few = validation_fraction > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
     min_bytes = 0 if are_few else _LARGE_BYTES
     by_source = {index: _kind_warning(source.kind, paths[index], min_bytes) for index, source in sources.items()}
@@ -82,13 +82,13 @@ def _kind_warning(kind: str, paths: list[Path], min_bytes: int) -> str:
     with open_text(path) as stream:
         text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
     blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
-    lines = sum(map(len, blocks))
-    if lines < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
+    line_count = sum(map(len, blocks))
+    if line_count < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
-    if len(blocks) >= _MIN_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
+    if len(blocks) >= _MIN_DOCUMENTS and (line_count <= 100 * len(blocks) or len(text) < 200 * line_count):
         layout, advice = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
-        layout, advice = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
+        layout, advice = f"{counted(line_count, 'line')} and hardly a blank one", "lines, which reads each line"
     return f"{kind} makes one document of {path}. Its first megabyte has {layout}: set kind: {advice} as a document."
 
 
