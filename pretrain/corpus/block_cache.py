@@ -292,7 +292,7 @@ class BlockCache:
         return int(self._sizes[self._state["state"] != _ABSENT].sum())
 
     def _max_size(self) -> int:
-        """Return the maximum bytes of the cache, as configured by any live process. The caller must hold the lock."""
+        """Return the maximum size configured for any live process, in bytes. The caller must hold the lock."""
         return int(self._limits[self._live_slots()].max())
 
     # ------------------------------------------------------------ one block

@@ -49,7 +49,7 @@ _PART_BYTES = 32 << 20  # maximum text per part file
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """The settings of a process. If no vocabulary is given, words are tokenized in a later stage."""
+    """The settings of a preparation process. If no vocabulary is given, words are tokenized in a later stage."""
 
     work_dir: str  # folder of the part files and of the trained tokenizer
     lowercase: bool
@@ -80,8 +80,8 @@ class _ProcessState:
         self.unknown_id = -1
         self.is_remote = False  # whether this is a task on a cluster, which may not see the coordinator's files
         self._tokenizer = tokenizer
-        self._words: WordTokens | None = None
-        self._documents: DocumentEncoder | None = None
+        self._word_tokens: WordTokens | None = None
+        self._document_encoder: DocumentEncoder | None = None
         if tokenizer is not None:
             self.load_tokenizer()  # early, while the coordinating process is still busy
 
@@ -94,19 +94,19 @@ class _ProcessState:
 
     def word_tokens(self) -> WordTokens:
         """Return the tokens of the words in `table`."""
-        if self._words is None:
+        if self._word_tokens is None:
             tokenizer = self._load()
             self.unknown_id = special_ids(tokenizer)["unk"]
             tokens_class = BytePairs if self.settings.byte_level else WordPieces
-            self._words = tokens_class(tokenizer, self.table)
-        return self._words
+            self._word_tokens = tokens_class(tokenizer, self.table)
+        return self._word_tokens
 
     def document_encoder(self) -> DocumentEncoder:
         """Return the encoder of whole documents, for a released tokenizer."""
-        if self._documents is None:
+        if self._document_encoder is None:
             self.unknown_id = self.settings.unknown_id
-            self._documents = DocumentEncoder(self._load(), self.table)
-        return self._documents
+            self._document_encoder = DocumentEncoder(self._load(), self.table)
+        return self._document_encoder
 
     def _load(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -117,7 +117,7 @@ class _ProcessState:
     def limit_table(self) -> None:
         """Start a new table of words if the current one is too large."""
         if self.table.size > MAX_TABLE_WORDS:
-            self.table, self._words, self._documents = WordTable(), None, None
+            self.table, self._word_tokens, self._document_encoder = WordTable(), None, None
 
 
 _process: _ProcessState | None = None
@@ -220,7 +220,7 @@ def read(chunk: Chunk) -> list[dict[str, Any]]:
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
     work_dir = _state().work_dir
-    return [load_summary(work_dir, piece) or _read_chunk(piece) for piece in cut_stream(chunk)]
+    return [load_summary(work_dir, inner) or _read_chunk(inner) for inner in cut_stream(chunk)]
 
 
 def load_summary(work_dir: Path, chunk: Chunk) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ class Precedence:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS]; excerpts S96 [D]."""
+    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS], their low bits; excerpts S96 [D]."""
 
     keys: np.ndarray
     minima: np.ndarray
@@ -105,9 +105,9 @@ def sketches(texts: Sequence[str], batch: DocumentTerms) -> Sketches:
     keys = np.zeros((len(texts), BANDS), np.uint64)
     for row in range(ROWS):
         keys = mix_bits(keys * np.uint64(0x9E3779B97F4A7C15) + minima[:, :, row] + np.uint64(1))
-    lowest = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
+    low_bits = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
     excerpts = np.array([excerpt(text).encode()[:_EXCERPT_BYTES] for text in texts], f"S{_EXCERPT_BYTES}")
-    return Sketches(keys, lowest, excerpts)
+    return Sketches(keys, low_bits, excerpts)
 
 
 def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,15 +115,15 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
     fewer than n words has one hash: of all its words or, if it has no words (such as only emoji), of its characters.
     """
     grams = batch.grams(n)
-    first, counts = batch.document_grams(n)
+    starts, counts = batch.document_grams(n)
     if counts.all():
-        indices = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
+        indices = np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[indices], counts
     whole = batch.sequence_hashes(batch.document_starts[:-1], batch.document_starts[1:])
     for index in map(int, np.flatnonzero(np.diff(batch.document_starts) == 0)):
         digest = hashlib.blake2b(texts[index].encode(), digest_size=8).digest()
         whole[index] = int.from_bytes(digest, "little")
-    hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(first, counts, strict=True))]
+    hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(starts, counts, strict=True))]
     return np.concatenate(hashes), np.maximum(1, counts)
 
 
@@ -216,7 +216,7 @@ def find_pairs(
     """Find documents that are similar to an earlier one with the same key in `band`; write the pairs to `out`.
 
     Only keys that equal `share` modulo `share_count` are compared. `out` has PAIR elements, ascending: the first
-    of each document and, for documents of held-out sources, also all pairs with known documents.
+    pair of each document and, for documents of held-out sources, also all pairs with known documents.
     """
     files = SketchFiles(work_dir)
     later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, share_count), precedence)
@@ -256,9 +256,9 @@ def _is_with_known(pairs: np.ndarray) -> np.ndarray:
     return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
-def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
-    """Estimate the Jaccard similarity of two documents' n-grams if `equal` of their `size` minima are equal."""
-    return (equal / size - _COLLISION) / (1 - _COLLISION)
+def _similarity(equal: np.ndarray, count: int) -> np.ndarray:
+    """Estimate the Jaccard similarity of two documents' n-grams if `equal` of their `count` minima are equal."""
+    return (equal / count - _COLLISION) / (1 - _COLLISION)
 
 
 def _candidates(
@@ -304,8 +304,10 @@ def _are_copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     return copies
 
 
-def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path, precedence: Precedence) -> None:
-    """Merge the files of all calls of `find_pairs` into `out`; sketches have `size` minima.
+def merge_pairs(
+    pair_files: Sequence[Path], work_dir: Path, minima_count: int, out: Path, precedence: Precedence
+) -> None:
+    """Merge the files of all calls of `find_pairs` into `out`; each sketch has `minima_count` minima.
 
     `out` has the hashes of the documents to drop, uint64 [N, 2], ascending, and is written last. Two files beside it
     have the hashes of dropped training documents that are similar to a held-out document, and a report.
@@ -320,7 +322,7 @@ def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path
         pairs = _sort_pairs(np.concatenate([_pairs_in_share(pairs, share) for pairs in mapped]))
         trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
-        examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
+        examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
         for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
@@ -359,10 +361,10 @@ def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
     return np.array(pairs[start:end])
 
 
-def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
+def _example(files: SketchFiles, pair: np.void, minima_count: int) -> dict[str, Any]:
     indices = np.array([pair["document"]]), np.array([pair["earlier"]])
     text, earlier_text = (files.rows(_EXCERPTS, index)[0].decode(errors="ignore") for index in indices)
-    similarity = float(_similarity(pair["equal"], size))
+    similarity = float(_similarity(pair["equal"], minima_count))
     return {"text": text, "found": f"similarity {similarity:.2f} to: {earlier_text}"}
 
 
