@@ -102,7 +102,7 @@ class Input:
     problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the inputs; only the first input has them
 
     @property
-    def is_remote(self) -> bool:
+    def is_on_hub(self) -> bool:
         """True for a shard of a data set on the hub, named `hub:<name>@<revision>#<index>/<number of shards>`."""
         return bool(self.paths) and self.paths[0].startswith("hub:")
 
@@ -115,7 +115,7 @@ class Span:
     end: int = 0  # index after the last one; for a shard on the hub, the number of shards
     data: Any = None  # the content itself, if the file must be read in order
     bytes: int = 0  # size in the file, for the progress bar
-    problems: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)  # faults found while cutting the input
     is_stream: bool = False  # whether this is a whole file that must be read in order; `sources.cut_stream` cuts it
 
 
@@ -156,7 +156,7 @@ class SourceReader:
 
     def text_bytes(self, item: Input) -> float:
         """Estimate the bytes of text from the file sizes; infinite on the hub, where sizes are unknown."""
-        if item.is_remote:
+        if item.is_on_hub:
             return math.inf
         return self.text_share * _EXPANSION.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
 

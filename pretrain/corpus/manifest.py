@@ -244,7 +244,7 @@ def _content_matches(inputs: list[Input], entry: dict[str, Any]) -> bool:
     """Return whether the files have the content that a source's entry in the manifest states."""
     if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
         return False
-    paths = [path for item in inputs if not item.is_remote for path in item.paths]
+    paths = [path for item in inputs if not item.is_on_hub for path in item.paths]
     return bool(paths) and content_digest({path: sha256_file(Path(path)) for path in paths}) == entry["content"]
 
 
@@ -362,7 +362,7 @@ def _files_digest(inputs: list[Input]) -> str:
     for item in inputs:
         for path in item.paths:
             identity: list[Any] = [path]
-            if not item.is_remote:
+            if not item.is_on_hub:
                 stat = Path(path).stat()
                 identity = [Path(path).name, stat.st_size, stat.st_mtime_ns]
             digest.update(json.dumps(identity).encode())

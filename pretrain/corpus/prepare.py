@@ -409,7 +409,7 @@ class _Preparation:
             (index, item, pool.submit(stages.hash_files, (item.paths,)))
             for index, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
             for item in inputs
-            if not item.is_remote and not hashes.keys() >= set(item.paths)
+            if not item.is_on_hub and not hashes.keys() >= set(item.paths)
         ]
 
     def _finish_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:

@@ -78,7 +78,7 @@ class _ProcessState:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.is_remote = False  # whether this is a task on a cluster, which may not see the coordinator's files
+        self.is_on_cluster = False  # whether this is a task on a cluster, which may not see the coordinator's files
         self._tokenizer = tokenizer
         self._word_tokens: WordTokens | None = None
         self._document_encoder: DocumentEncoder | None = None
@@ -172,7 +172,7 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
     global _process
     _disable_threads()
     _process = _ProcessState(settings, tokenizer)
-    _process.is_remote = True
+    _process.is_on_cluster = True
     _check_visible([str(_process.work_dir / LOCK)])
 
 
@@ -184,7 +184,7 @@ def _disable_threads() -> None:
 
 def _check_visible(paths: Sequence[str]) -> None:
     """Raise `MachineError` if this machine does not see a file of the coordinating process."""
-    if not _state().is_remote:
+    if not _state().is_on_cluster:
         return
     for path in paths:
         if not path.startswith("hub:") and not Path(path).exists():
@@ -334,7 +334,7 @@ def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
         for name in names:
             objects.upload(folder / name, join(address, name))
     except AccessError:
-        if not state.is_remote:
+        if not state.is_on_cluster:
             raise
         return ""  # the coordinating process has access, and stores the shard at the end
     return address

@@ -71,7 +71,7 @@ class Precedence:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS], their low bits; excerpts S96 [D]."""
+    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS] (low bits); excerpts S96 [D]."""
 
     keys: np.ndarray
     minima: np.ndarray

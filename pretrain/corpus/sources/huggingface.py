@@ -32,7 +32,7 @@ class Reader(ColumnReader):
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{count}",), 0) for shard in range(count)]
 
     def cut(self, item: Input) -> Iterator[Span]:
-        if item.is_remote:
+        if item.is_on_hub:
             shard, shard_count = item.paths[0].rpartition("#")[2].split("/")
             yield Span(start=int(shard), end=int(shard_count))
             return
