@@ -328,4 +328,4 @@ def _streamed_blocks(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | No
     if cache is None:
         return None
     first = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
-    return StreamedBlocks(cache, cache.numbers(blocks.shard, np.arange(len(blocks)) - first))
+    return StreamedBlocks(cache, cache.global_indices(blocks.shard, np.arange(len(blocks)) - first))

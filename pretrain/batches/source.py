@@ -249,7 +249,7 @@ class SourceSamples:
         if self._streamed is None:
             return 0
         cache, indices = self._streamed.cache, self._streamed.block_indices
-        total, largest = cache.bytes_of(indices), cache.largest(indices)
+        total, largest = cache.bytes_of(indices), cache.largest_size(indices)
         windows = self.order.largest_window_group()
         return min(total, largest * sum(len(self._local_blocks(blocks)) + 1 for blocks in windows))
 

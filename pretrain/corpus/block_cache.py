@@ -1,10 +1,10 @@
-"""Cache of the blocks of shards in an object store, in local files that all processes of this machine share.
+"""Cache of the blocks (`blocks`) of shards in an object store, in files that all processes of this machine share.
 
-The files are sparse and as large as the full arrays: a block is written to its offset when it is needed; the least
-recently used block is replaced by a hole. Arrays can therefore be read as from a full copy while a `Lease` on the
-needed blocks is held. The processes of this machine, of one or several runs, never fetch the same block twice.
+The files are sparse and as large as the full arrays: a block is written at its offset when it is needed; blocks are
+evicted, the least recently used ones first, by punching holes. While a process holds a `Lease` on blocks, it can read
+them as from a full copy. The processes of this machine, of one or several runs, never fetch the same block twice.
 
-    <folder>/tokens, sentences, documents  the array of all shards, with each shard aligned to a page
+    <folder>/tokens, sentences, documents  an array of all shards; each shard starts at a page boundary
     <folder>/state     STATE [blocks], protected by a lock on <folder>/lock
     <folder>/held      bool [_SLOTS, blocks], whether the process in a slot needs a block
     <folder>/limits    int64 [_SLOTS], maximum bytes of the cache, as configured for the process in a slot
@@ -42,7 +42,7 @@ _MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connectio
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
-# slot: of the process that fetches the block; used: a counter, higher for later use.
+# slot: the slot of the process that fetches the block; used: the value of an access counter at the last use.
 STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class StoredArray:
 
     name: str
     bytes: int  # size of the file
-    header: int  # bytes before the first element
+    header: int  # bytes of the file before the first element
     width: int  # bytes per element or row of the array
 
 
@@ -68,11 +68,11 @@ class StoredShard:
 
 @dataclass
 class _Extent:
-    """The location of a shard's array in the file of all shards."""
+    """The location of a shard's array in the cache file, which has this array of all shards."""
 
     name: str
     descriptor: int
-    base: int  # offset in the file, in bytes
+    base: int  # offset of the array in the file, in bytes
     width: int  # bytes per element or row
     blocks: np.ndarray  # blocks of the shard, BLOCK [B]
 
@@ -84,8 +84,8 @@ class _Extent:
 
 @dataclass
 class _Shard:
-    files: dict[str, _Extent]
-    first: int  # index of its first block over all shards
+    extents: dict[str, _Extent]  # by name of the array
+    first_block: int  # index of its first block over all shards
 
 
 class Lease:
@@ -115,45 +115,45 @@ class BlockCache:
         self._address, self._folder, self._stored = address, folder, list(shards)
         self._max_bytes, self._objects = max_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
-        self._firsts = np.cumsum([0, *counts])
-        self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
+        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block, and the number of blocks
+        self._sizes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
-        self._lease_counts = np.zeros(len(self._bytes), np.int32)
-        self._verified = np.zeros(len(self._bytes), bool)  # verified by this process, or by one that holds the block
+        self._lease_counts = np.zeros(len(self._sizes), np.int32)
+        self._verified = np.zeros(len(self._sizes), bool)  # verified by this process, or by one that holds the block
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._state = shared_array(folder / "state", STATE, (len(self._bytes),))
-            self._held = shared_array(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
+            self._state = shared_array(folder / "state", STATE, (len(self._sizes),))
+            self._held = shared_array(folder / "held", np.dtype(bool), (_SLOTS, len(self._sizes)))
             self._limits = shared_array(folder / "limits", np.dtype(np.int64), (_SLOTS,))
             punch_hole(self._lock, 0, _PAGE, folder)  # raises if the file system does not support holes
-            self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ARRAYS}
+            self._descriptors = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ARRAYS}
             self._shards = self._assign_ranges()
-            self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
+            self._mappings = {n: mmap.mmap(d, 0, access=mmap.ACCESS_READ) for n, d in self._descriptors.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._bytes), bool)  # fetched ahead by this process, and not used yet
+        self._is_prefetched = np.zeros(len(self._sizes), bool)  # prefetched by this process, and not used yet
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 
     def array(self, shard: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of a shard, read-only; blocks that are not held may be zeros."""
-        return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].files[name].base)
+        return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].extents[name].base)
 
-    def numbers(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
+    def global_indices(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
         """Convert indices of shards and of blocks in these shards to indices of blocks over all shards; int64."""
-        return self._firsts[shard.astype(np.int64)] + block
+        return self._first_blocks[shard.astype(np.int64)] + block
 
     def bytes_of(self, blocks: np.ndarray) -> int:
         """Return the total bytes of `blocks`, which are indices over all shards, as in all methods."""
-        return int(self._bytes[blocks].sum())
+        return int(self._sizes[blocks].sum())
 
-    def largest(self, blocks: np.ndarray) -> int:
-        """Return the bytes of the largest of `blocks`."""
-        return int(self._bytes[blocks].max(initial=0))
+    def largest_size(self, blocks: np.ndarray) -> int:
+        """Return the size of the largest of `blocks`, in bytes."""
+        return int(self._sizes[blocks].max(initial=0))
 
     def document_starts(self, shard: int) -> np.ndarray:
-        """Read the token offsets of all documents of a shard from the store, int64 [documents + 1]."""
+        """Fetch the token offsets of all documents of a shard, which are not cached; int64 [documents + 1]."""
         array = self._stored[shard].arrays["documents"]
         content = self._objects.read_range(join(self._address, array.name), array.header, array.bytes)
         return np.frombuffer(content, "<i8").reshape(-1, 2)[:, 1]
@@ -162,8 +162,8 @@ class BlockCache:
         """Raise `InputError` if `needed` bytes exceed the size of the cache."""
         if needed > self._max_bytes:
             raise InputError(
-                f"corpus.cache: {_format(self._max_bytes)}, but {purpose} needs at least {_format(needed)}. Raise it, "
-                "preferably to twice that size, so that the next blocks are fetched ahead."
+                f"corpus.cache: {_format_size(self._max_bytes)}, but {purpose} needs at least "
+                f"{_format_size(needed)}. Raise it, preferably to twice that size, to prefetch the next blocks."
             )
 
     def hold(self, blocks: np.ndarray) -> Lease:
@@ -180,10 +180,10 @@ class BlockCache:
             self._is_prefetched[blocks] = False
             lease = Lease(self, blocks)
             claimed = self._claim(blocks)
-        self._complete(*claimed)
+        self._fetch_or_verify(*claimed)
         while len(blocks := self._not_present(blocks)):
             time.sleep(_POLL_SECONDS)
-            self._complete(*self._claim(blocks))
+            self._fetch_or_verify(*self._claim(blocks))
         if (waited := time.monotonic() - start) > 1:
             logger.info("%s: waited %.1f s for blocks", self._address, waited)
         return lease
@@ -199,18 +199,18 @@ class BlockCache:
             self._held[self._slot, blocks[self._lease_counts[blocks] == 0]] = False
 
     def close(self) -> None:
-        """Stop fetching. Fetches in progress complete; if this process exits before, another process repeats them."""
+        """Stop fetching. Fetches in progress complete; if this process exits first, another process repeats them."""
         self._prefetch_pool.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ state of the blocks
 
     def _not_present(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the blocks that are not present yet, since another process fetches them."""
+        """Return the blocks that are not present yet, because another process is fetching them."""
         with self._locked():
             return blocks[self._state["state"][blocks] != _PRESENT]
 
-    def _complete(self, absent: np.ndarray, unverified: np.ndarray) -> None:
+    def _fetch_or_verify(self, absent: np.ndarray, unverified: np.ndarray) -> None:
         """Fetch or verify the blocks that this process has claimed, and wait for them."""
         futures = {block: self._pool.submit(self._fetch, block) for block in absent.tolist()}
         futures |= {block: self._pool.submit(self._verify, block) for block in unverified.tolist()}
@@ -221,12 +221,12 @@ class BlockCache:
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
                 evictable = self._evictable()
-                evictable_bytes = int(self._bytes[evictable[~self._is_prefetched[evictable]]].sum())
+                evictable_bytes = int(self._sizes[evictable[~self._is_prefetched[evictable]]].sum())
                 room = self._max_size() - self._present_bytes() + evictable_bytes
-                fits = absent[np.cumsum(self._bytes[absent]) <= room]
+                fits = absent[np.cumsum(self._sizes[absent]) <= room]
                 self._is_prefetched[fits] = True
             for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
-                self._complete(*self._claim(batch))
+                self._fetch_or_verify(*self._claim(batch))
 
     def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Claim blocks and make room for them; return (blocks that this process must fetch, blocks to verify)."""
@@ -266,33 +266,33 @@ class BlockCache:
             raise next((raised for raised in errors if isinstance(raised, (InputError, MachineError))), errors[0])
 
     def _make_room_for(self, blocks: np.ndarray) -> None:
-        """Evict the least recently used blocks until the absent ones of `blocks` fit. Needs the lock."""
-        needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
+        """Evict the least recently used blocks until `blocks` fit. The caller must hold the lock."""
+        needed = int(self._sizes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
         if (excess := self._present_bytes() + needed - self._max_size()) > 0:
             self._evict(excess, blocks)
 
     def _evict(self, excess: int, exclude: np.ndarray) -> int:
-        """Evict about `excess` bytes of blocks that no process needs; return the bytes freed. Needs the lock."""
+        """Evict about `excess` bytes of unneeded blocks; return the bytes freed. The caller must hold the lock."""
         blocks = np.setdiff1d(self._evictable(), exclude)
         blocks = blocks[np.lexsort((self._state["used"][blocks], self._is_prefetched[blocks]))]  # prefetched ones last
-        evicted = blocks[: int(np.searchsorted(np.cumsum(self._bytes[blocks]), excess)) + 1]
+        evicted = blocks[: int(np.searchsorted(np.cumsum(self._sizes[blocks]), excess)) + 1]
         for block in evicted.tolist():
             self._state["state"][block] = _ABSENT
             self._verified[block] = False
             self._free_pages(block)
-        return int(self._bytes[evicted].sum())
+        return int(self._sizes[evicted].sum())
 
     def _evictable(self) -> np.ndarray:
-        """Return the present blocks that no live process needs. Needs the lock."""
+        """Return the present blocks that no live process needs. The caller must hold the lock."""
         held = self._held[self._live_slots()].any(axis=0)
         return np.flatnonzero((self._state["state"] == _PRESENT) & ~held)
 
     def _present_bytes(self) -> int:
-        """Return the bytes of all blocks that are present or being fetched. Needs the lock."""
-        return int(self._bytes[self._state["state"] != _ABSENT].sum())
+        """Return the bytes of all blocks that are present or being fetched. The caller must hold the lock."""
+        return int(self._sizes[self._state["state"] != _ABSENT].sum())
 
     def _max_size(self) -> int:
-        """Return the size of the cache: the maximum configured for a live process. Needs the lock."""
+        """Return the maximum size configured for any live process, in bytes. The caller must hold the lock."""
         return int(self._limits[self._live_slots()].max())
 
     # ------------------------------------------------------------ one block
@@ -300,9 +300,9 @@ class BlockCache:
     def _fetch(self, index: int) -> None:
         """Fetch a block and write it to its offset."""
         shard, block = self._locate(index)
-        stored, files = self._stored[shard], self._shards[shard].files
+        stored, extents = self._stored[shard], self._shards[shard].extents
         for retries_left in (1, 0):
-            contents = {name: self._fetch_range(stored.arrays[name], file, block) for name, file in files.items()}
+            contents = {name: self._fetch_range(stored.arrays[name], extent, block) for name, extent in extents.items()}
             if block_digest(iter(contents.values())) == stored.blocks[block]["digest"].tobytes():
                 break
             if not retries_left:
@@ -312,7 +312,7 @@ class BlockCache:
                     "has the full copy."
                 )
         with disk_errors(self._folder):
-            writes = [(file.descriptor, contents[name], file.range_of(block)[0]) for name, file in files.items()]
+            writes = [(e.descriptor, contents[name], e.range_of(block)[0]) for name, e in extents.items()]
             while True:
                 count_before = self._shrink_count
                 try:
@@ -326,27 +326,27 @@ class BlockCache:
         with self._locked():
             if self._shrink_count != count_before:  # another thread has made room in the meantime
                 return True
-            present = self._present_bytes()
-            freed = self._evict(max(int(self._bytes[index]), present // 8), np.array([index]))
+            present_bytes = self._present_bytes()
+            freed = self._evict(max(int(self._sizes[index]), present_bytes // 8), np.array([index]))
             if freed:
                 self._shrink_count += 1
-                self._limits[:] = np.minimum(self._limits, present - freed)
-                logger.warning("%s: disk full; the cache is now %s", self._folder, _format(present - freed))
+                self._limits[:] = np.minimum(self._limits, present_bytes - freed)
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _format_size(present_bytes - freed))
         return freed > 0
 
     def _verify(self, index: int) -> None:
         """Verify a block that another process fetched; fetch it again if it is damaged."""
         shard, block = self._locate(index)
-        ranges = ((file, *file.range_of(block)) for file in self._shards[shard].files.values())
-        content = (os.pread(file.descriptor, end - start, start) for file, start, end in ranges)
+        ranges = ((extent, *extent.range_of(block)) for extent in self._shards[shard].extents.values())
+        content = (os.pread(extent.descriptor, end - start, start) for extent, start, end in ranges)
         if block_digest(content) != self._stored[shard].blocks[block]["digest"].tobytes():
             logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, index)
             self._fetch(index)
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Convert the index of a block over all shards to (shard, block in the shard)."""
-        shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return shard, index - int(self._firsts[shard])
+        shard = int(np.searchsorted(self._first_blocks, index, side="right")) - 1
+        return shard, index - int(self._first_blocks[shard])
 
     def _fetch_range(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
         start, end = (byte - extent.base + array.header for byte in extent.range_of(block))
@@ -361,35 +361,35 @@ class BlockCache:
             ) from None
 
     def _free_pages(self, index: int) -> None:
-        """Free the pages of a block, except pages shared with a present block. Needs the lock."""
+        """Free the pages of a block, except pages shared with a present block. The caller must hold the lock."""
         shard_index, block = self._locate(index)
         shard = self._shards[shard_index]
-        absent = self._state["state"][shard.first : int(self._firsts[shard_index + 1])] == _ABSENT
-        for file in shard.files.values():
-            start, end = file.range_of(block)
+        absent = self._state["state"][shard.first_block : int(self._first_blocks[shard_index + 1])] == _ABSENT
+        for extent in shard.extents.values():
+            start, end = extent.range_of(block)
             low, high = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
             # Keep the pages of present neighbors; blocks are stored in order.
             if (present := np.flatnonzero(~absent[:block])).size:
-                low = max(low, -(-file.range_of(int(present[-1]))[1] // _PAGE) * _PAGE)
+                low = max(low, -(-extent.range_of(int(present[-1]))[1] // _PAGE) * _PAGE)
             if (present := np.flatnonzero(~absent[block + 1 :])).size:
-                high = min(high, file.range_of(block + 1 + int(present[0]))[0] // _PAGE * _PAGE)
+                high = min(high, extent.range_of(block + 1 + int(present[0]))[0] // _PAGE * _PAGE)
             if high > low:
-                punch_hole(file.descriptor, low, high - low, self._folder)
+                punch_hole(extent.descriptor, low, high - low, self._folder)
 
     # ------------------------------------------------------------ files and processes
 
     def _assign_ranges(self) -> list[_Shard]:
         """Assign a range of the files to each array of each shard, and set the sizes of the files."""
         shards, bases = [], dict.fromkeys(ARRAYS, 0)
-        for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
-            files = {}
+        for stored, first in zip(self._stored, self._first_blocks.tolist(), strict=False):
+            extents = {}
             for name in ARRAYS:
                 array = stored.arrays[name]
-                files[name] = _Extent(name, self._files[name], bases[name], array.width, stored.blocks)
+                extents[name] = _Extent(name, self._descriptors[name], bases[name], array.width, stored.blocks)
                 bases[name] += -(-(array.bytes - array.header) // _PAGE) * _PAGE
-            shards.append(_Shard(files, first))
+            shards.append(_Shard(extents, first))
         for name, size in bases.items():
-            os.ftruncate(self._files[name], max(size, _PAGE))
+            os.ftruncate(self._descriptors[name], max(size, _PAGE))
         return shards
 
     def _take_slot(self) -> int:
@@ -406,7 +406,7 @@ class BlockCache:
         raise MachineError(f"{self._folder}: {_SLOTS} processes use it already. Wait for them, or stop some.")
 
     def _live_slots(self, *, include_own: bool = True) -> np.ndarray:
-        """Return which slots belong to live processes, bool [_SLOTS]. Needs the lock."""
+        """Return which slots belong to live processes, bool [_SLOTS]. The caller must hold the lock."""
         alive = np.zeros(_SLOTS, bool)
         for slot, descriptor in self._slots.items():
             if slot == self._slot:
@@ -433,17 +433,17 @@ class BlockCache:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove caches of earlier versions of the corpus, beside `folder`, that no process uses."""
-    for other in folder.parent.glob("*/state"):
-        if other.parent == folder:
+    """Remove the caches next to `folder`, of earlier versions of the corpus, that no process uses."""
+    for state_file in folder.parent.glob("*/state"):
+        if state_file.parent == folder:
             continue
         with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # removed by another process
             descriptors = []
-            for path in other.parent.glob("slot-*"):
+            for path in state_file.parent.glob("slot-*"):
                 descriptors.append(os.open(path, os.O_RDWR))
                 stack.callback(os.close, descriptors[-1])
             if descriptors and all(map(try_lock, descriptors)):
-                shutil.rmtree(other.parent, ignore_errors=True)
+                shutil.rmtree(state_file.parent, ignore_errors=True)
 
 
 def _block_bytes(shard: StoredShard) -> np.ndarray:
@@ -452,7 +452,7 @@ def _block_bytes(shard: StoredShard) -> np.ndarray:
     return np.sum([(end - start) * shard.arrays[name].width for name, (start, end) in bounds], axis=0)
 
 
-def _format(count: int) -> str:
-    """Format a size, rounded up, so that a cache of this size suffices."""
-    unit, name = (10**7, "GB") if count >= 10**9 else (10**4, "MB")
-    return f"{-(-count // unit) / 100:g} {name}"
+def _format_size(size: int) -> str:
+    """Format a number of bytes, rounded up, so that a cache of this size suffices."""
+    unit, name = (10**7, "GB") if size >= 10**9 else (10**4, "MB")
+    return f"{-(-size // unit) / 100:g} {name}"

@@ -20,7 +20,7 @@ from pretrain.common.files import atomic_open, sha256_file
 BLOCK_TOKENS = 1 << 20
 _BLOCK_DOCUMENTS = 1 << 14  # maximum documents per block, to bound the memory of `batches.blocks.Units`
 
-ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of hashing them
+ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of `block_digest`
 
 BLOCK = np.dtype(
     [
@@ -30,14 +30,14 @@ BLOCK = np.dtype(
         ("last", "<i8"),  # one past the index of the last document
         ("first_sentence", "<i8"),  # index of the first sentence that starts at or after `begin`
         ("last_sentence", "<i8"),  # index of the first sentence that starts at or after `end`
-        ("digest", "u1", (16,)),  # first 16 bytes of the SHA-256 of the array elements in `ranges_of`
+        ("digest", "u1", (16,)),  # first 16 bytes of the SHA-256 of the elements in `ranges_of`
     ]
 )
 _BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
 
 
 def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
-    """Cut a shard into blocks of about `tokens` tokens, or fewer where documents are short; 0 means `BLOCK_TOKENS`.
+    """Cut a shard into blocks of about `tokens` tokens (0: BLOCK_TOKENS), or fewer where documents are short.
 
     Args:
         documents: int64 [documents + 1, 2], (sentence offset, token offset) of each document.
@@ -61,31 +61,31 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
 
 def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
     """Yield each inner block boundary: (token offset, document that starts or is split there, whether it is split)."""
-    starts, edge_before = documents[:, 1], 0
-    # Add a constant to the size of each document, so that a block never has more than _BLOCK_DOCUMENTS.
-    added = -(-tokens // _BLOCK_DOCUMENTS)
-    size = int(starts[-1]) + added * (len(documents) - 1)
+    starts, previous_edge = documents[:, 1], 0
+    # Count some tokens more for each document, so that no block has more than _BLOCK_DOCUMENTS documents.
+    overhead = -(-tokens // _BLOCK_DOCUMENTS)
+    size = int(starts[-1]) + overhead * (len(documents) - 1)
     count = max(1, round(size / tokens))
-    for number in range(1, count):
-        target = size * number // count
-        document = bisect_left(range(len(starts)), target, key=lambda index: int(starts[index]) + added * index)
+    for edge_index in range(1, count):
+        target = size * edge_index // count
+        document = bisect_left(range(len(starts)), target, key=lambda n: int(starts[n]) + overhead * n)
         edge, is_divided = int(starts[document]), False
         previous = max(document - 1, 0)
-        before, min_tokens = int(starts[previous]), tokens // 16
-        if edge - before > tokens:
-            nearest = _sentence_near(documents, sentences, previous, target - added * previous, tokens // 64)
-            if nearest - before >= min_tokens and edge - nearest >= min_tokens:
+        previous_start, min_tokens = int(starts[previous]), tokens // 16
+        if edge - previous_start > tokens:
+            nearest = _sentence_near(documents, sentences, previous, target - overhead * previous, tokens // 64)
+            if nearest - previous_start >= min_tokens and edge - nearest >= min_tokens:
                 edge, document, is_divided = nearest, previous, True
-        if edge > edge_before:
+        if edge > previous_edge:
             yield edge, document, is_divided
-            edge_before = edge
+            previous_edge = edge
 
 
-def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, reach: int) -> int:
-    """Return the start of the document's next sentence after `offset`, or `offset` if none is within `reach`."""
+def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, max_gap: int) -> int:
+    """Return the start of the first sentence within `max_gap` tokens after `offset`, or `offset` if there is none."""
     starts = sentences[documents[document, 0] : documents[document + 1, 0]]
     index = int(np.searchsorted(starts, offset))
-    return int(starts[index]) if index < len(starts) and starts[index] - offset <= reach else offset
+    return int(starts[index]) if index < len(starts) and starts[index] - offset <= max_gap else offset
 
 
 def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -101,7 +101,7 @@ def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def concatenate_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate tables of blocks: return a view if they are contiguous in memory, else a copy without digests."""
+    """Concatenate tables of blocks: return a view if they are adjacent in memory, else a copy without digests."""
     base = tables[0].base if tables else None
     ends = [table.ctypes.data + table.nbytes for table in tables]
     starts = [table.ctypes.data for table in tables[1:]]
@@ -111,10 +111,10 @@ def concatenate_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
     return base[first : first + sum(map(len, tables))]
 
 
-def block_digest(ranges: Iterator[bytes | memoryview]) -> bytes:
+def block_digest(contents: Iterator[bytes | memoryview]) -> bytes:
     """Return the digest of a block from the bytes of its documents, sentences and tokens; 16 bytes."""
     sha256 = hashlib.sha256()
-    for content in ranges:
+    for content in contents:
         sha256.update(content)
     return sha256.digest()[:16]
 
@@ -124,8 +124,8 @@ def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
     int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
     blocks = cut_blocks(int64["documents"], int64["sentences"])
     bounds = ranges_of(blocks)
-    for number, block in enumerate(blocks):
-        ranges = (arrays[name][start[number] : end[number]] for name, (start, end) in bounds.items())
+    for index, block in enumerate(blocks):
+        ranges = (arrays[name][start[index] : end[index]] for name, (start, end) in bounds.items())
         block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in ranges), np.uint8)
     with atomic_open(path) as file:
         np.save(file, blocks, allow_pickle=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.common.files import disk_errors
 
-BUFFERED = 1 << 18  # rows in memory before they are written
+MAX_BUFFERED_ROWS = 1 << 18  # rows that are kept in memory before they are written
 
 
 def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
@@ -17,19 +17,19 @@ def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
 
 
 class Buckets:
-    """A folder with a file of rows for each of `count` buckets. Files of an interrupted run are deleted."""
+    """A folder with a file of rows for each of `count` buckets. Files left by an interrupted run are deleted."""
 
     def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
         self._folder, self._dtype, self._count = folder, dtype, count
         self._buffer: list[tuple[np.ndarray, np.ndarray]] = []
-        self._buffered = 0
+        self._buffered_rows = 0
         shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, rows: np.ndarray, bucket: np.ndarray) -> None:
-        """Append each row to its bucket, given by index."""
-        self._buffer.append((rows, bucket))
-        self._buffered += len(rows)
-        if self._buffered >= BUFFERED:
+    def add(self, rows: np.ndarray, bucket_indices: np.ndarray) -> None:
+        """Append each row to the bucket with the given index."""
+        self._buffer.append((rows, bucket_indices))
+        self._buffered_rows += len(rows)
+        if self._buffered_rows >= MAX_BUFFERED_ROWS:
             self._flush()
 
     def drain(self) -> Iterator[np.ndarray]:
@@ -44,10 +44,10 @@ class Buckets:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        rows, bucket = (np.concatenate(column) for column in zip(*self._buffer, strict=True))
-        self._buffer, self._buffered = [], 0
-        order = np.argsort(bucket, kind="stable")
-        bounds = np.searchsorted(bucket[order], np.arange(self._count + 1))
+        rows, bucket_indices = (np.concatenate(column) for column in zip(*self._buffer, strict=True))
+        self._buffer, self._buffered_rows = [], 0
+        order = np.argsort(bucket_indices, kind="stable")
+        bounds = np.searchsorted(bucket_indices[order], np.arange(self._count + 1))
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for index in np.flatnonzero(np.diff(bounds)).tolist():

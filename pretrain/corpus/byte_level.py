@@ -1,14 +1,14 @@
 """Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): training them, and encoding pieces with them.
 
-Documents are split as in GPT-2, but marks after a letter belong to its word: GPT-2 splits the words of Hindi, Thai or
-Khmer at every vowel sign, so that they need several times as many tokens.
+Documents are split into words as in GPT-2, but combining marks belong to the word of the letter before them: GPT-2
+splits words of Hindi, Thai or Khmer at every vowel sign, which results in several times as many tokens.
 
 Every string can be encoded, so there is no unknown token, and nothing is normalized, except that each line break
-becomes a space unless the corpus keeps line breaks (`joining_lines`). A space belongs to the word after it
+becomes a space unless the corpus keeps line breaks (`with_joined_lines`). A space belongs to the word after it
 ("\u0120word"). The first word of a string also gets a space, so that it has the same tokens as elsewhere; RoBERTa and
-ModernBERT lack this, a weakness in named-entity recognition. `add_prefix_space` of `tokenizers` would also put a space
-after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace with a space as its
-mark, which only changes the first word, followed by the splitter.
+ModernBERT do not do this, which hurts named-entity recognition. `add_prefix_space` of `tokenizers` would also put a
+space after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace, whose mark is a
+space and which therefore only changes the first word, followed by the splitter.
 """
 
 import json
@@ -25,7 +25,7 @@ SPACE = "\u0120"  # the character that represents the byte of a space
 _END_OF_PIECE = "\0"
 _LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
 LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
-_PIECES_PER_STRING = 100  # pieces that the library encodes in one string
+_PIECES_PER_STRING = 100  # number of pieces that `PieceEncoder` joins into one string
 # The pattern in openai/gpt-2 encoder.py, except that combining marks and joiners belong to words.
 _SPLITTER = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -36,33 +36,33 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in step.__getstate__() for step in steps)
 
 
-def is_bertrain_byte_level(described: dict[str, Any]) -> bool:
+def is_bertrain_byte_level(spec: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json gives the same tokens as a `byte_tokenizer`, with or without line breaks."""
-    if described["model"]["type"] != "BPE" or described["normalizer"] not in (None, LINE_JOINER):
+    if spec["model"]["type"] != "BPE" or spec["normalizer"] not in (None, LINE_JOINER):
         return False
-    names = [token["content"] for token in described["added_tokens"]]
-    entries = described["model"]["vocab"]
+    names = [token["content"] for token in spec["added_tokens"]]
+    entries = spec["model"]["vocab"]
     if not {"[CLS]", "[SEP]", *names} <= entries.keys() or max(entries.values()) >= len(entries):
         return False
     special_ids = {name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}
     expected = json.loads(byte_tokenizer(special_ids, [], names).to_str())
     for key in ("vocab", "merges", "ignore_merges"):  # these may differ
-        expected["model"][key] = described["model"][key]
-    return all(expected[key] == described[key] for key in ("model", "pre_tokenizer", "added_tokens"))
+        expected["model"][key] = spec["model"][key]
+    return all(expected[key] == spec[key] for key in ("model", "pre_tokenizer", "added_tokens"))
 
 
-def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
-    """Make a `byte_tokenizer` replace line breaks, with spaces around them, by one space; return others unchanged."""
-    text = tokenizer.to_str()
-    if not is_bertrain_byte_level(json.loads(text)):
+def with_joined_lines(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a `byte_tokenizer` that replaces line breaks and the spaces around them by a space; others as they are."""
+    serialized = tokenizer.to_str()
+    if not is_bertrain_byte_level(json.loads(serialized)):
         return tokenizer
-    joining = Tokenizer.from_str(text)
+    joining = Tokenizer.from_str(serialized)
     joining.normalizer = normalizers.Replace(Regex(_LINE_END), " ")  # pyright: ignore[reportAttributeAccessIssue]
     return joining
 
 
 def without_line_ends(text: str) -> str:
-    """Normalize `text` like the tokenizer that `joining_lines` returns."""
+    """Normalize `text` like the tokenizer that `with_joined_lines` returns."""
     if "\n" not in text:
         return text
     spaces = " \t\r"
@@ -78,13 +78,13 @@ def byte_tokenizer(
     [MASK] includes the space before it, as in RoBERTa, so that a space in the text does not hint at the masked token.
     """
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
-    first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, bertrain_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
+    metaspace = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([metaspace, bertrain_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    template = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     # The character offsets of a token exclude its space.
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
-    tokenizer.post_processor = processors.Sequence([offsets, ends])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = processors.Sequence([offsets, template])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(
         [AddedToken(name, special=True, normalized=False, lstrip=name == "[MASK]") for name in special_tokens]
     )
@@ -109,16 +109,16 @@ class PieceEncoder:
         self._tokenizer = Tokenizer(tokenizer.model)
         self._tokenizer.pre_tokenizer = splitter  # pyright: ignore[reportAttributeAccessIssue]
         self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
-        self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
+        self._end_id = self._tokenizer.token_to_id(_END_OF_PIECE)
 
     def encode(self, pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of tokens per piece, int64 [P], and all tokens, int32. Pieces contain no NUL."""
         starts = range(0, len(pieces), _PIECES_PER_STRING)
-        strings = [b"\0".join((*pieces[first : first + _PIECES_PER_STRING], b"")).decode() for first in starts]
+        strings = [b"\0".join((*pieces[start : start + _PIECES_PER_STRING], b"")).decode() for start in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
-        ends = tokens == self._end
-        return np.bincount(np.cumsum(ends)[~ends], minlength=len(pieces)), tokens[~ends]
+        is_end = tokens == self._end_id
+        return np.bincount(np.cumsum(is_end)[~is_end], minlength=len(pieces)), tokens[~is_end]
 
 
 # ---------------------------------------------------------------- training
@@ -156,7 +156,7 @@ def train_byte_level(
 
 
 def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
-    """Count the pre-tokens, sorted; each byte is represented by GPT-2's character for it."""
+    """Return {pre-token: count}, sorted; each byte is represented by GPT-2's character for it."""
     split = bertrain_splitter().pre_tokenize_str
     words: Counter[str] = Counter()
     for piece, count in counts.items():
@@ -170,9 +170,9 @@ def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
     return dict(sorted(words.items()))
 
 
-def step_types(described: dict[str, Any]) -> list[str]:
+def component_types(spec: dict[str, Any]) -> list[str]:
     """Return the types of the model, the normalizer and the pre-tokenizer in a tokenizer.json."""
-    return [described["model"]["type"], *_types_of(described["normalizer"]), *_types_of(described["pre_tokenizer"])]
+    return [spec["model"]["type"], *_types_of(spec["normalizer"]), *_types_of(spec["pre_tokenizer"])]
 
 
 def _types_of(step: dict[str, Any] | None) -> list[str]:

@@ -13,8 +13,8 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.corpus.pieces import LETTER, character_classes
 
-# Further classes of characters, in addition to `pieces`. In scripts without spaces, each letter is a word: its class is
-# _WORD_START at the start of a token, and _WORD_END at the end.
+# Classes of characters, in addition to the ones in `pieces`. In scripts without spaces, each letter is a word: its
+# class is _WORD_START at the start of a token, and _WORD_END at the end.
 _ANY, _SPACE, _WORD_START, _WORD_END = 0, 255, 254, 253
 _PARTIAL = 252  # bytes of an incomplete character, whose class depends on adjacent tokens
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -27,17 +27,15 @@ def _bytes_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTES = _bytes_of_characters()
-
-
+_BYTE_OF_CHARACTER = _bytes_of_characters()
 _MARK, _LINE_FEED = "\u2581", "\u010a"  # represent a space, and a line break in a vocab.txt
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_ENTRY = re.compile(r"<0x([0-9A-F]{2})>")
 
-Spell = Callable[[str], bytes]
+Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
 
 
 def speller(entries: Sequence[str]) -> Spell | None:
-    """Return the function that converts an entry to its bytes, including spaces; None for a WordPiece vocabulary."""
+    """Return the `Spell` function of a vocabulary with these entries; None for a WordPiece vocabulary."""
     counts = {mark: sum(_starts_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
     if counts[_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
@@ -56,41 +54,41 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
     """
     known = set(entries)
     continuations = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
-    return known.issuperset(_BYTES) and next(continuations, None) is None
+    return known.issuperset(_BYTE_OF_CHARACTER) and next(continuations, None) is None
 
 
 def entry_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry of a byte-level BPE; of a special token, the bytes of its name."""
-    if any(character not in _BYTES for character in entry):
+    """Return the bytes that an entry of a byte-level BPE stands for; for a special token, the bytes of its name."""
+    if any(character not in _BYTE_OF_CHARACTER for character in entry):
         return entry.encode()
-    return bytes(_BYTES[character] for character in entry)
+    return bytes(_BYTE_OF_CHARACTER[character] for character in entry)
 
 
 def _marked_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry in which a mark stands for spaces; <0xE4> is the byte E4."""
-    if byte := _BYTE.fullmatch(entry):
+    """Return the bytes of an entry in which a mark stands for a space; <0xE4> stands for the byte E4."""
+    if byte := _BYTE_ENTRY.fullmatch(entry):
         return bytes([int(byte[1], 16)])
     if entry.strip(_LINE_FEED) == "":
         return b"\n" * len(entry)
     return entry.replace(_MARK, " ").encode()
 
 
-def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
+def entry_strings(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
     """Return the string of each entry in a sequence, with spaces; their concatenation is the decoded text.
 
     A character whose bytes are in several entries is assigned to the last of them; an invalid one becomes U+FFFD.
     """
     strings, pending = [], b""
-    for number, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         pending += spell(entry)
-        complete = len(pending) if number + 1 == len(entries) else _whole_characters(pending)
+        complete = len(pending) if index + 1 == len(entries) else _complete_length(pending)
         strings.append(pending[:complete].decode("utf-8", "replace"))
         pending = pending[complete:]
     return strings
 
 
-def _whole_characters(text: bytes) -> int:
-    """Return the length in bytes of `text` without an incomplete character at its end."""
+def _complete_length(text: bytes) -> int:
+    """Return the length of `text`, in bytes, without an incomplete character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:
@@ -106,22 +104,22 @@ class WordEdges:
     """Determines word boundaries between the tokens of a vocabulary with V entries.
 
     A token continues the word of the previous token if its `continues` (bool [V]) is true and the class of its first
-    character (`first`, uint8 [V]) equals the class of the previous token's last character (`last`, uint8 [V]). Class 0
-    matches all classes; without `first` and `last`, all match. `partial` (int64 [4, V]) describes characters that span
-    entries: number and value of the bytes at the start of an entry that complete a character; number of bytes that are
-    missing at its end, and value of the present bytes.
+    character (`first_class`, uint8 [V]) equals the class of the previous token's last character (`last_class`, uint8
+    [V]). Class 0 matches all classes; without the two, all match. `partial` (int64 [4, V]) describes characters that
+    span several entries: the number and the value of the bytes at the start of an entry that continue a character; the
+    number of bytes missing from the character at its end, and the value of the bytes that it has.
     """
 
     continues: np.ndarray
-    first: np.ndarray | None = None
-    last: np.ndarray | None = None
+    first_class: np.ndarray | None = None
+    last_class: np.ndarray | None = None
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which of consecutive tokens start a word, bool [T]; no token precedes the first one."""
+        """Return which tokens of a sequence start a word, bool [T]; the sequence is not preceded by other tokens."""
         starts = ~self.continues[tokens]
-        if self.first is not None and self.last is not None:
-            first, last = self.first[tokens], self.last[tokens]
+        if self.first_class is not None and self.last_class is not None:
+            first, last = self.first_class[tokens], self.last_class[tokens]
             if self.partial is not None:
                 _join_partial(self.partial, tokens, first, last)
             current, previous = first[1:], last[:-1]
@@ -145,20 +143,20 @@ def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: boo
             classes[~np.isin(classes, (_ANY, _WORD_START, _WORD_END))] = LETTER
         return WordEdges(continues, first, last)
     spellings = [spell(entry) for entry in entries]
-    cuts = [_split_edges(spelling) for spelling in spellings]
-    first, last = _edge_classes([characters for characters, *_ in cuts])
-    partial = np.array([cut for _, *cut in cuts], np.int64).T
-    first[[not characters for characters, *_ in cuts]] = last[[not characters for characters, *_ in cuts]] = _PARTIAL
+    parts = [_split_partial(spelling) for spelling in spellings]
+    first, last = _edge_classes([characters for characters, *_ in parts])
+    partial = np.array([values for _, *values in parts], np.int64).T
+    first[[not characters for characters, *_ in parts]] = last[[not characters for characters, *_ in parts]] = _PARTIAL
     first[partial[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is not part of its first word
         last[[len(spelling) > 1 and not spelling.strip(b" ") for spelling in spellings]] = _SPACE
     return WordEdges(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, partial)
 
 
-def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
+def _split_partial(text: bytes) -> tuple[str, int, int, int, int]:
     """Return the complete characters of an entry, and its four values in `WordEdges.partial`."""
     leading = text[: len(text) - len(text.lstrip(_CONTINUATION))]
-    end = max(len(leading), _whole_characters(text))
+    end = max(len(leading), _complete_length(text))
     trailing = text[end:]
     missing = 2 + (trailing >= b"\xe0") + (trailing >= b"\xf0") - len(trailing) if trailing else 0
     characters = text[len(leading) : end].decode("utf-8", "replace")
@@ -168,32 +166,32 @@ def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
 def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
     """Set the classes of tokens whose first or last character spans several tokens; invalid characters are letters.
 
-    In scripts without spaces, the last token of such a character starts a word if its first token also has another
-    character.
+    In scripts without spaces, the last token of such a character starts a word if its first token also contains
+    another character.
     """
     lead_sizes, leading, missing_bytes, trailing = partial
-    inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
+    character_class, first_token = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
     starts = positions = np.flatnonzero(missing_bytes[tokens[:-1]])
-    spelled, remaining = trailing[tokens[starts]], missing_bytes[tokens[starts]]
+    values, remaining = trailing[tokens[starts]], missing_bytes[tokens[starts]]
     while len(positions):
         positions = positions + 1
         current = tokens[positions]
-        spelled, remaining = spelled << 8 * lead_sizes[current] | leading[current], remaining - lead_sizes[current]
-        distinct, inverse = np.unique(spelled[remaining == 0], return_inverse=True)
+        values, remaining = values << 8 * lead_sizes[current] | leading[current], remaining - lead_sizes[current]
+        distinct, inverse = np.unique(values[remaining == 0], return_inverse=True)
         characters = [value.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for value in distinct.tolist()]
-        edges = starts[remaining == 0], positions[remaining == 0]
+        token_pairs = starts[remaining == 0], positions[remaining == 0]
         new_classes = [classes[inverse] for classes in _edge_classes(characters)]
-        for classes, chosen, edge in zip((first, last), edges, new_classes, strict=True):
-            classes[chosen] = np.where(classes[chosen] == _PARTIAL, edge, classes[chosen])
-        before[edges[1]], inner[edges[1]] = edges[0], new_classes[0]
+        for classes, chosen, new_class in zip((first, last), token_pairs, new_classes, strict=True):
+            classes[chosen] = np.where(classes[chosen] == _PARTIAL, new_class, classes[chosen])
+        first_token[token_pairs[1]], character_class[token_pairs[1]] = token_pairs[0], new_classes[0]
         is_incomplete = (remaining > 0) & (lead_sizes[current] > 0) & (positions + 1 < len(tokens))
-        starts, positions, spelled, remaining = (a[is_incomplete] for a in (starts, positions, spelled, remaining))
-    first[(inner == _WORD_START) & ~np.isin(last[before], (_ANY, _SPACE, _PARTIAL))] = _WORD_START
+        starts, positions, values, remaining = (a[is_incomplete] for a in (starts, positions, values, remaining))
+    first[(character_class == _WORD_START) & ~np.isin(last[first_token], (_ANY, _SPACE, _PARTIAL))] = _WORD_START
     first[first == _PARTIAL] = last[last == _PARTIAL] = LETTER
 
 
 def _edge_classes(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes of first and last characters, uint8 [V] each; a final mark has the class of its letter."""
+    """Return the classes of first and last characters, uint8 [V] each; a trailing mark has the class of its letter."""
     firsts = np.array([ord(string[0]) if string else 0 for string in strings], np.int64)
     lasts = np.array([ord(string[-1]) if string else 0 for string in strings], np.int64)
     first, last = _classes(firsts)[0], _classes(lasts)[1]

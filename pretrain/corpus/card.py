@@ -16,7 +16,7 @@ from pretrain.corpus.filters.evaluation_sets import MIN_TERMS
 from pretrain.corpus.inputs import first_faults
 
 CARD_FILES = ("card.json", "card.md")
-_SUMMED_KEYS = (  # of the sources, summed in the totals
+_SUMMED_KEYS = (  # keys of the sources' entries that are summed in the totals
     "documents_read",
     "too_short",
     "duplicates",
@@ -31,8 +31,8 @@ _SUMMED_KEYS = (  # of the sources, summed in the totals
 )
 _MAX_LISTED_FILES = 100  # maximum files listed per source
 _MAX_LISTED_PROBLEMS = 50  # maximum faults listed in card.md
-MAX_LEFT_OUT = 0.05  # share of a source's characters skipped as headings above which a hint is shown
-_MAX_UNKNOWN = 0.01  # share of unknown tokens above which a hint is shown
+MAX_LEFT_OUT = 0.05  # maximum share of a source's characters skipped as headings without a hint
+_MAX_UNKNOWN = 0.01  # maximum share of unknown tokens without a hint
 
 
 def shard_statistics(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def shard_statistics(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _filled_bins(counts: np.ndarray) -> dict[str, int]:
-    """Return {"1": n, "2-3": n, "4-7": n, ...}, the counts by number of tokens, without empty bins."""
+    """Return {"1": n, "2-3": n, "4-7": n, ...}: the counts that are not 0, by range of the number of tokens."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -73,24 +73,24 @@ def write_card(
 
     `hashes` has {path: SHA-256} of each new source's files, `readings` the result of `finish.ReadingCounter`,
     `extension` the entries about words added to the vocabulary, `filtered` and `evaluation` the entries of filters and
-    of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first, without
-    `hashes`.
+    of evaluation sets. If sources were added to a corpus, `old_card` is its card; its sources come first in `sources`,
+    and are not in `hashes`.
     """
     old_sources = old_card.get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _SUMMED_KEYS} | _lost_entry(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
-    case = {"lowercase": lowercase}
+    casing = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
-        case["strip_accents"] = bool(strip_accents)
-    listed = [{**entry, **source} for entry, source in zip(old_sources, sources, strict=False)]
-    listed += map(_with_files, sources[len(old_sources) :], hashes)
+        casing["strip_accents"] = bool(strip_accents)
+    source_entries = [{**entry, **source} for entry, source in zip(old_sources, sources, strict=False)]
+    source_entries += map(_with_files, sources[len(old_sources) :], hashes)
     faults = [*old_card.get("problems", []), *problems]
     card = {
-        "vocabulary": {"size": vocabulary_size, **case, **_kind_entry(kind), **(extension or {})},
+        "vocabulary": {"size": vocabulary_size, **casing, **_kind_entry(kind), **(extension or {})},
         "language": language,
         "totals": totals,
-        "sources": listed,
+        "sources": source_entries,
         "problems": [{**problem, "path": display_path(problem["path"])} for problem in faults],
     }
     for key, value in zip(("readings", "phases"), readings, strict=True):
@@ -107,13 +107,13 @@ def write_card(
 
 
 def _lost_entry(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the entry with the number of training documents dropped as copies of held-out text; {} if none."""
+    """Return an entry with the number of training documents dropped as copies of held-out text; {} if it is 0."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
 
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
-    """Return a source's entry with the number of its files and the hashes of the first files."""
+    """Return a source's entry, extended by the number of its files and the hashes of the first ones."""
     listed = list(hashes.items())[:_MAX_LISTED_FILES]
     return {**source, "files": len(hashes), "file_hashes": {display_path(path): digest for path, digest in listed}}
 
@@ -187,7 +187,7 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
 
 
 def _if_any(wording: str, totals: dict[str, Any], key: str) -> str:
-    """Insert a total into `wording`; "" if it is 0 or missing."""
+    """Return `wording` with the total inserted; "" if the total is 0 or missing."""
     return wording.format(totals[key]) if totals.get(key) else ""
 
 
@@ -212,15 +212,15 @@ def _to_markdown(card: dict[str, Any]) -> str:
 
 def _overview(card: dict[str, Any]) -> list[str]:
     totals = card["totals"]
-    case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
+    casing = "uncased" if card["vocabulary"]["lowercase"] else "cased"
     if "strip_accents" in card["vocabulary"]:
-        case += ", without accents" if card["vocabulary"]["strip_accents"] else ", with accents"
+        casing += ", without accents" if card["vocabulary"]["strip_accents"] else ", with accents"
     kind = _KIND_NAMES[card["vocabulary"].get("kind", "wordpiece")]
     return [
         f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "
         f"{totals['tokens']:,} tokens ({totals['tokens'] / max(totals['words'], 1):.3f} per word), "
         f"{totals['text_bytes'] / 1e6:,.1f} MB of text.",
-        f"{kind} vocabulary of {card['vocabulary']['size']:,} entries, {case}; unknown tokens: "
+        f"{kind} vocabulary of {card['vocabulary']['size']:,} entries, {casing}; unknown tokens: "
         f"{totals['unknown_tokens']:,} ({100 * totals['unknown_rate']:.4f} %). Language of the sentence splitter: "
         f"{card['language']}.",
         f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "
@@ -254,15 +254,15 @@ def _file_section(sources: list[dict[str, Any]]) -> list[str]:
         revision = f", revision {source['revision']}" if source["revision"] else ""
         files = counted(source["files"], "file")
         lines += [f"{source['name']}{revision}: {files}, contents sha256 {source['content']}", ""]
-        lines += [f"- `{shown_path(path)}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
+        lines += [f"- `{portable_path(path)}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
         if source["files"] > _MAX_LISTED_FILES:
             lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
         lines.append("")
     return lines
 
 
-def shown_path(path: str) -> str:
-    """Remove folders that differ between machines from a path: working directory, home, Python installation."""
+def portable_path(path: str) -> str:
+    """Shorten folders that differ between machines in a path: working directory, home, Python installation."""
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
@@ -284,7 +284,7 @@ def _fault_section(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [
-        table_row(shown_path(problem["path"]), problem["fault"], f"{problem['count']:,}", problem["first"])
+        table_row(portable_path(problem["path"]), problem["fault"], f"{problem['count']:,}", problem["first"])
         for problem in problems[:_MAX_LISTED_PROBLEMS]
     ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS

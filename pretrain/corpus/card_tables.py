@@ -12,7 +12,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
     """Return the section on filters: documents dropped, by rule and source, and examples; [] if there are none."""
     if not filtered:
         return []
-    names = ("filter", "rule", "documents dropped", "share of documents read", *(source["name"] for source in sources))
+    titles = ("filter", "rule", "documents dropped", "share of documents read", *(source["name"] for source in sources))
     read = max(1, sum(source["documents_read"] for source in sources))
     rows = [
         table_row(
@@ -24,7 +24,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
         )
         for entry in filtered
     ]
-    header = [table_row(*names), table_row(*["---"] * 2, *["---:"] * (2 + len(sources)))]
+    header = [table_row(*titles), table_row(*["---"] * 2, *["---:"] * (2 + len(sources)))]
     return [
         "## Filters",
         "",
@@ -68,8 +68,8 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
         )
         for entry in sets
     ]
-    names = ("evaluation set", "examples", "too short to search for", "found in the sources", "share found")
-    header = [table_row(*names), table_row("---", *["---:"] * 4)]
+    titles = ("evaluation set", "examples", "too short to search for", "found in the sources", "share found")
+    header = [table_row(*titles), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 
 
@@ -86,7 +86,7 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
     """Return the section on how often an epoch reads each token, by sequence length, and on each phase's sources."""
     if not readings:
         return []
-    names = (
+    titles = (
         "sequence length",
         "input format",
         "mean reads per token",
@@ -109,16 +109,16 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
         )
         for reading in readings
     ]
-    measured = (
+    intro = (
         f"How often an epoch reads each token, measured by planning all samples of {readings[0]['tokens']:,} tokens."
     )
     return [
         "## How training reads the corpus",
         "",
-        measured,
+        intro,
         "",
-        table_row(*names),
-        table_row(*["---"] * len(names)),
+        table_row(*titles),
+        table_row(*["---"] * len(titles)),
         *rows,
         "",
         *(f"- {line}" for line in phases),

@@ -11,7 +11,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
-from pretrain.corpus.formats import kinds_that_fit
+from pretrain.corpus.formats import kind_warnings
 from pretrain.corpus.inputs import first_faults
 from pretrain.corpus.manifest import (
     check_same_tokenizer,
@@ -26,7 +26,7 @@ from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.corpus.tokenizer_files import load_vocabulary
 
-WORK = ".work"
+WORK = ".work"  # subfolder of the corpus with the state of an unfinished preparation
 
 
 def configured_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
@@ -52,14 +52,14 @@ def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None
         )
 
 
-def configured_settings(corpus: CorpusConfig) -> dict[str, Any]:
+def tokenizer_config_of(corpus: CorpusConfig) -> dict[str, Any]:
     """Read the tokenizer_config.json next to the configured vocabulary."""
     path = Path(corpus.vocabulary.path).expanduser()
     return declared_settings(path if path.is_dir() else path.parent)
 
 
 def process_count(config: PretrainConfig) -> int:
-    """Return the configured number of processes; by default, all cores of this machine, or of a cluster (0)."""
+    """Return the configured number of processes; the default is all cores: of this machine, or of the cluster (0)."""
     default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or default
 
@@ -86,23 +86,23 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     refuse_other_content(folder)
     manifest = prepared_manifest(corpus)
     state = "finished" if manifest else "started" if (folder / WORK).exists() else "new"
-    new = list(range(len(corpus.sources)))  # indices of the sources to read
-    listed = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
+    new = list(range(len(corpus.sources)))  # indices of the sources that will be read
+    inputs_by_source = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_line_breaks(corpus, tokenizer or configured_tokenizer(corpus))
     are_local = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
-    if manifest and listed:
-        inputs = listed if are_local else [[] for _ in listed]
+    if manifest and inputs_by_source:
+        inputs = inputs_by_source if are_local else [[] for _ in inputs_by_source]
         settings = settings_affecting_tokens(corpus, inputs, tokenizer or configured_tokenizer(corpus))
         if are_local:
             same_tokenizer = None if corpus.vocabulary.added_words else tokenizer
             if same_tokenizer is not None:
                 check_same_tokenizer(folder, same_tokenizer)
-            compared = corpus.sources, listed, settings
-            numbers = match_sources(folder, manifest, *compared, vocabulary=same_tokenizer is None)
-            new = [index for index, number in enumerate(numbers) if number >= len(manifest["sources"])]
+            requested = corpus.sources, inputs_by_source, settings
+            matches = match_sources(folder, manifest, *requested, compare_vocabulary=same_tokenizer is None)
+            new = [index for index, match in enumerate(matches) if match >= len(manifest["sources"])]
         else:
-            new = find_new_sources(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
+            new = find_new_sources(folder, manifest, corpus.sources, settings, compare_vocabulary=tokenizer is None)
         state = f"grows by {' and '.join(source_name(corpus.sources[index]) for index in new)}" if new else state
     rows = [
         {
@@ -112,11 +112,11 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             "bytes": sum(item.bytes for item in inputs),
             "weight": source.weight,
         }
-        for source, inputs in zip(corpus.sources, listed, strict=True)
+        for source, inputs in zip(corpus.sources, inputs_by_source, strict=True)
     ]
-    left_out = [problem for inputs in listed for item in inputs for problem in item.problems]
+    left_out = [problem for inputs in inputs_by_source for item in inputs for problem in item.problems]
     kinds = {index: corpus.sources[index] for index in new}
-    notes, _ = kinds_that_fit(kinds, dict(enumerate(listed)), corpus.validation_fraction)
+    notes, _ = kind_warnings(kinds, dict(enumerate(inputs_by_source)), corpus.validation_fraction)
     return {
         "dir": str(folder),
         "state": state,

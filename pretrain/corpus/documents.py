@@ -1,8 +1,8 @@
 """Decide which documents are kept, which are held out, and which shard each belongs to.
 
-Memory hardly grows with the number of documents: 155 MB for 6.5 million, 185 MB for 650 million. Only a few numbers per
-part file (`parts`) are in memory. The tables of documents stay in the part files and are read one file at a time; equal
-documents are found in buckets of hashes; a file with a byte per document marks the kept ones.
+Memory hardly grows with the number of documents: 155 MB for 6.5 million, 185 MB for 650 million. Only a few values per
+part file (`parts`) are in memory. The tables of documents stay in the part files and are read one file at a time. Equal
+documents are found by sorting their hashes in buckets on disk. A file with one byte per document marks the kept ones.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # two, since a random next sentence comes from another document
 MAX_DOCUMENTS = 1 << 21  # maximum documents processed together, in about 150 MB
-_KEPT = "kept"  # file in the work folder: a byte per document, in the order of the corpus
+_KEPT = "kept"  # file in the work folder: one bool per document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
-_DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
-_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash in sortable form
+_DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])  # near-duplicate; copy of held-out text
+_HASH = np.dtype([("first", "<u8"), ("second", "<u8")])  # both halves of a hash, in sortable form
 _SAMPLE_BITS = 16  # number of leading bits of a hash that select its histogram bin, to choose a sample
 _ORDER_BITS = 16  # number of leading bits of a sort key (`random_order`) that select its bin, to cut shards
 _ORDER_SHIFT = 64 - _ORDER_BITS
-_PARTS = "parts-{}.json"  # file in the work folder: a source's part files, and the index of each one's first document
+_PARTS = "parts-{}.json"  # file in the work folder: (part file, index of its first document) for a source
 SPLITS = ("train", "validation")
-_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]
+_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]  # the content of `known` in `Documents.load`
 
 
 @dataclass
@@ -56,13 +56,13 @@ class ChunkSummary:
         """The number of documents that filters dropped."""
         return sum(entry["documents"] for entry in self.filtered)
 
-    def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
-        """Drop examples beyond the maximum per rule, and indices that are in `seen`; update `examples` and `seen`."""
+    def drop_surplus(self, example_counts: Counter[tuple[str, str]], seen: set[int]) -> None:
+        """Drop examples beyond the maximum per rule, and indices that are in `seen`; update both arguments."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
-            entry["examples"] = entry["examples"][: MAX_EXAMPLES - examples[rule]]
-            examples[rule] += len(entry["examples"])
-        self.seen = [number for number in self.seen if number not in seen]
+            entry["examples"] = entry["examples"][: MAX_EXAMPLES - example_counts[rule]]
+            example_counts[rule] += len(entry["examples"])
+        self.seen = [index for index in self.seen if index not in seen]
         seen.update(self.seen)
 
 
@@ -77,8 +77,8 @@ class DocumentRange:
     split: str
     low: int
     high: int
-    held_out: bool  # whether the entire source is held out
-    last_held_out: int  # the highest hash of a held-out document; -1 for none
+    source_is_held_out: bool  # whether the entire source is held out
+    max_held_out_hash: int  # the highest hash of a held-out document; -1 for none
 
     def documents(self, work_dir: Path) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (part file, ascending indices of the selected documents in it) for each part file of the source."""
@@ -88,7 +88,7 @@ class DocumentRange:
             start = int(np.searchsorted(sort_keys, np.uint64(self.low)))
             end = int(np.searchsorted(sort_keys, np.uint64(self.high - 1), "right"))
             kept = np.fromfile(work_dir / _KEPT, bool, end - start, offset=first + start)
-            held_out = are_held_out(table[start:end], self.last_held_out, entire_source=self.held_out)
+            held_out = are_held_out(table[start:end], self.max_held_out_hash, entire_source=self.source_is_held_out)
             yield name, start + np.flatnonzero(kept & (held_out == (self.split == "validation")))
 
 
@@ -98,7 +98,7 @@ class ShardPlan:
 
     name: str
     document_range: DocumentRange
-    totals: dict[str, int]  # documents, sentences, tokens
+    totals: dict[str, int]  # number of documents, sentences and tokens
 
     @property
     def split(self) -> str:
@@ -138,12 +138,12 @@ class Documents:
         self._fraction, self._hash_limit = fraction, np.uint64(fraction * 2**64)  # lower hashes are held out
         self._held_out_sources = held_out
         self._only_held_out = all(summary.source in held_out for summary in summaries)  # a corpus only for evaluation
-        self._last_held_out = -1  # the highest hash of a held-out document
+        self._max_held_out_hash = -1  # the highest hash of a held-out document
         self._near: NearDuplicates | None = None
         # Counts by source: near-duplicates, training documents that match held-out ones, held-out documents that the
         # corpus already trains on.
         count = 1 + max([*(summary.source for summary in summaries), *held_out], default=-1)
-        self._near_counts, self._lost, self._trained = np.zeros((3, count), np.int64)
+        self._near_counts, self._lost_counts, self._trained_counts = np.zeros((3, count), np.int64)
 
     @classmethod
     def load(
@@ -161,7 +161,7 @@ class Documents:
         Args:
             validation_fraction: fraction of documents to hold out in sources that are not entirely held out.
             held_out: {index: name} of the sources that are entirely held out.
-            near_duplicates: near-duplicates to drop.
+            near_duplicates: the near-duplicates to drop; None if they are not searched.
             faults: entries of `Problems`, to explain an empty corpus.
             known: files of `write_hashes` with documents that the corpus already has, which are dropped; and whether
                 they are training documents (True), held-out documents (False), or possibly both (None).
@@ -202,7 +202,7 @@ class Documents:
                 kept[dropped["document"] - np.uint64(start)] = False
                 kept.tofile(file)
                 self._near_counts += self._count_by_source(dropped["document"][dropped["near"]])
-                self._lost += self._count_by_source(dropped["document"][dropped["lost"]])
+                self._lost_counts += self._count_by_source(dropped["document"][dropped["lost"]])
 
     def _find_dropped(
         self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _KnownHashes
@@ -220,11 +220,11 @@ class Documents:
             is_known = are_among(known_hashes, hashes)
             drop |= is_known
             trained |= is_known & bool(are_trained)
-            # If near-duplicates are not searched, the corpus has an equal document for each dropped one.
-            is_held_out = are_trained is False or (are_trained is None and not near_duplicates)
-            held_out |= is_known & (in_fraction | is_held_out)
+            # If near-duplicates are not searched, each dropped document equals one that is trained on or held out.
+            may_be_held_out = are_trained is False or (are_trained is None and not near_duplicates)
+            held_out |= is_known & (in_fraction | may_be_held_out)
         lost |= ~in_held_out & held_out & ~trained
-        self._trained += self._count_by_source(documents[trained & in_held_out])
+        self._trained_counts += self._count_by_source(documents[trained & in_held_out])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop
             lost |= are_among(near_duplicates.lost, hashes) & near
@@ -239,12 +239,12 @@ class Documents:
         return sources[np.searchsorted(self._part_starts, documents, "right") - 1]
 
     def _count_by_source(self, documents: np.ndarray) -> np.ndarray:
-        return np.bincount(self._sources(documents), minlength=len(self._lost))
+        return np.bincount(self._sources(documents), minlength=len(self._lost_counts))
 
     def _refuse_trained(self) -> None:
         """Raise `InputError` if the corpus already trains on documents of a held-out source."""
-        similar = self._near.trained if self._near else {}
-        counts = {name: (int(self._trained[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
+        similar = self._near.trained_counts if self._near else {}
+        counts = {name: (int(self._trained_counts[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
         named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
         if named:
             count = counted(sum(map(sum, counts.values())), "document")
@@ -255,18 +255,18 @@ class Documents:
 
     def _hold_out(self) -> None:
         """Hold out the fraction of documents with the lowest hashes, but at least `_MIN_VALIDATION_DOCUMENTS`."""
-        held_out, lowest = 0, np.zeros(0, np.uint64)
+        held_out_count, lowest = 0, np.zeros(0, np.uint64)
         for part in self._decided_parts():
             hashes = part.table["hash"][part.kept, 0]
-            held_out += int((hashes < self._hash_limit).sum())
+            held_out_count += int((hashes < self._hash_limit).sum())
             lowest = np.sort(np.append(lowest, hashes))[:_MIN_VALIDATION_DOCUMENTS]
         if not len(lowest):
             raise InputError(
                 f"corpus.sources: none of {counted(self._count, 'document')} is new, all are in the corpus already. "
                 "Remove the sources that add nothing from the config."
             )
-        is_enough = self._fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
-        self._last_held_out = int(self._hash_limit) - 1 if is_enough else int(lowest[-1])
+        is_enough = self._fraction == 0 or held_out_count >= _MIN_VALIDATION_DOCUMENTS
+        self._max_held_out_hash = int(self._hash_limit) - 1 if is_enough else int(lowest[-1])
         if not self._has_training_documents() and not self._only_held_out:
             kept = sum(int(part.kept.sum()) for part in self._decided_parts())
             raise InputError(
@@ -288,7 +288,7 @@ class Documents:
             yield _DecidedPart(name, source, table, kept, kept & self._are_held_out(table, source))
 
     def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
-        return are_held_out(table, self._last_held_out, entire_source=source in self._held_out_sources)
+        return are_held_out(table, self._max_held_out_hash, entire_source=source in self._held_out_sources)
 
     # ------------------------------------------------------------ samples and shards
 
@@ -297,9 +297,9 @@ class Documents:
 
         The training documents with the lowest hashes are sampled: at least one, and at most `max_bytes` of text.
         """
-        last = self._max_sampled_hash(max_bytes)
+        max_hash = self._max_sampled_hash(max_bytes)
         for part, candidates in self._candidates():
-            chosen = candidates & (part.table["hash"][:, 1] <= last)
+            chosen = candidates & (part.table["hash"][:, 1] <= max_hash)
             yield part.name, chosen, int(part.table["bytes"][chosen].sum(dtype=np.int64))
 
     def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
@@ -309,16 +309,16 @@ class Documents:
             yield part, part.of_split("train") if has_training else part.kept
 
     def _max_sampled_hash(self, max_bytes: int) -> np.uint64:
-        """Return the maximum hash in a sample: a histogram gives its bin, and the documents in this bin the hash."""
-        shift, bins = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
-        counts, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+        """Return the highest hash in a sample: find its bin in a histogram, then the hash among the bin's documents."""
+        shift, bin_count = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
+        counts, sizes = np.zeros(bin_count, np.int64), np.zeros(bin_count, np.int64)
         for part, candidates in self._candidates():
-            bin_of = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
-            counts += np.bincount(bin_of, minlength=bins)
-            sizes += np.bincount(bin_of, part.table["bytes"][candidates], bins).astype(np.int64)
+            bins = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
+            counts += np.bincount(bins, minlength=bin_count)
+            sizes += np.bincount(bins, part.table["bytes"][candidates], bin_count).astype(np.int64)
         ends = np.cumsum(sizes)
         last_bin = int(np.searchsorted(ends, max_bytes, "right"))
-        if last_bin == bins:
+        if last_bin == bin_count:
             return np.uint64(2**64 - 1)
         in_last_bin = [
             part.table[candidates & (part.table["hash"][:, 1] >> shift == np.uint64(last_bin))]
@@ -333,38 +333,38 @@ class Documents:
         return ordered["hash"][max(1, fitting_count) - 1, 1]
 
     def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
-        """Write hashes (uint64 [D, 2], ascending) to `path`: of a source's training documents, or of all its others.
+        """Write the hashes (uint64 [D, 2], ascending) of a source's training documents, or of all its others.
 
         The others are held out, or dropped because the corpus has an equal or similar document.
         """
-        parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
+        parts = [index for index, (_, part_source) in enumerate(self._parts) if part_source == source]
         start, end = (int(self._part_starts[parts[0]]), int(self._part_starts[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - start) // MAX_DOCUMENTS))
-        sorted_hashes = Buckets(self._work_dir / "signatures", _KNOWN, count)
+        buckets = Buckets(self._work_dir / "signatures", _HASH, count)
         for part in self._decided_parts(start, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
-            sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), bucket_of(hashes[:, 0], count))
+            buckets.add(hashes.view(_HASH).reshape(-1), bucket_of(hashes[:, 0], count))
         with atomic_open(path) as file:
-            for hashes in sorted_hashes.drain():
+            for hashes in buckets.drain():
                 np.unique(hashes).tofile(file)
 
     def plan(self, shard_tokens: int, first_shards: Mapping[str, int] | None = None) -> list[ShardPlan]:
         """Cut the randomly ordered documents of each source and split into shards of at most `shard_tokens` tokens.
 
-        Only a shard of a single bin may have more. The numbers of the shards of a split start at `first_shards[split]`.
-        Each source's part files are listed in a file of the work folder.
+        A shard may only exceed this if it is a single bin of the random order. The shards of a split are numbered from
+        `first_shards[split]`. A file in the work folder lists the part files of each source.
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
-            numbers = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-            listed = [(self._parts[number][0], int(self._part_starts[number])) for number in numbers]
-            write_json(self._work_dir / _PARTS.format(source), listed)
-            totals = self._totals(int(self._part_starts[numbers[0]]), int(self._part_starts[numbers[-1] + 1]))
+            indices = [index for index, (_, part_source) in enumerate(self._parts) if part_source == source]
+            parts = [(self._parts[index][0], int(self._part_starts[index])) for index in indices]
+            write_json(self._work_dir / _PARTS.format(source), parts)
+            totals = self._totals(int(self._part_starts[indices[0]]), int(self._part_starts[indices[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
                 for low, high, sums in _cut_bins(split_totals, shard_tokens):
                     name = f"{split}-{(first_shards or {}).get(split, 0) + len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
-                    document_range = DocumentRange(source, split, low, high, held_out, self._last_held_out)
+                    document_range = DocumentRange(source, split, low, high, held_out, self._max_held_out_hash)
                     plans[split].append(ShardPlan(name, document_range, sums))
         return [plan for split in SPLITS for plan in plans[split]]
 
@@ -373,15 +373,15 @@ class Documents:
         totals = np.zeros((len(SPLITS), 3, 1 << _ORDER_BITS), np.int64)
         for part in self._decided_parts(start, end):
             bins = (random_order(part.table["hash"]) >> np.uint64(_ORDER_SHIFT)).astype(np.int64)
-            for number, split in enumerate(SPLITS):
+            for split_index, split in enumerate(SPLITS):
                 chosen = part.of_split(split)
                 for row, weights in enumerate((None, part.table["sentences"][chosen], part.table["items"][chosen])):
-                    totals[number, row] += np.bincount(bins[chosen], weights, 1 << _ORDER_BITS).astype(np.int64)
+                    totals[split_index, row] += np.bincount(bins[chosen], weights, 1 << _ORDER_BITS).astype(np.int64)
         return totals
 
     # ------------------------------------------------------------ the card
 
-    def filtered(self, source_count: int) -> list[dict[str, Any]]:
+    def filter_entries(self, source_count: int) -> list[dict[str, Any]]:
         """Return the entries of a `Report` on all filters, each with the documents dropped from each source."""
         report = Report(entry for summary in self._summaries for entry in summary.filtered)
         entries = {(entry["filter"], entry["rule"]): entry for entry in report.entries()}
@@ -390,22 +390,22 @@ class Documents:
         for summary in self._summaries:
             for dropped in summary.filtered:
                 entries[dropped["filter"], dropped["rule"]]["by_source"][summary.source] += dropped["documents"]
-        return [*entries.values(), *self._filtered_near(source_count)]
+        return [*entries.values(), *self._near_duplicate_entries(source_count)]
 
-    def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
+    def eval_entries(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
-        seen = np.array(sorted({number for summary in self._summaries for number in summary.seen}), np.int64)
+        seen = np.array(sorted({index for summary in self._summaries for index in summary.seen}), np.int64)
         set_starts = np.cumsum([0, *(size["texts"] for size in sizes)])
         found = np.diff(np.searchsorted(seen, set_starts))
         return [
-            {"name": name, **size, "found": int(number)} for name, size, number in zip(names, sizes, found, strict=True)
+            {"name": name, **size, "found": int(count)} for name, size, count in zip(names, sizes, found, strict=True)
         ]
 
-    def _filtered_near(self, source_count: int) -> list[dict[str, Any]]:
-        """Return the entry on near-duplicates in a list; [] if none were dropped."""
+    def _near_duplicate_entries(self, source_count: int) -> list[dict[str, Any]]:
+        """Return a list of one entry, on near-duplicates; [] if none were dropped."""
         if self._near is None or not self._near_counts.any():
             return []
-        by_source = [self._near_count(number) for number in range(source_count)]
+        by_source = [self._near_count(source) for source in range(source_count)]
         return [
             {
                 "filter": "near_duplicates",
@@ -445,7 +445,7 @@ class Documents:
         for source, counts in enumerate(result):
             counts["too_short"] = unaccounted[source]
             counts["duplicates"] -= self._near_count(source)
-            counts["lost_to_held_out"] = int(self._lost[source]) if source < len(self._lost) else 0
+            counts["lost_to_held_out"] = int(self._lost_counts[source]) if source < len(self._lost_counts) else 0
         return result
 
 
@@ -453,9 +453,9 @@ _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_by
 """Key of the card -> field of DOCUMENT that is summed."""
 
 
-def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
+def _empty_error(summaries: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
     """Return the error for an empty corpus, with the faults of the input and the setting that dropped the most."""
-    documents, dropped = (sum(getattr(summary, key) for summary in read) for key in ("documents", "dropped"))
+    documents, dropped = (sum(getattr(summary, key) for summary in summaries) for key in ("documents", "dropped"))
     if not documents:
         advice = "Check the files, and that each kind matches them"
     elif 2 * dropped > documents:
@@ -466,11 +466,11 @@ def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]])
     return InputError(f"corpus.sources: none of {documents:,} documents remains.{listed} {advice}.")
 
 
-def are_held_out(table: np.ndarray, last: int, *, entire_source: bool) -> np.ndarray:
-    """Return which documents are held out, bool [D]: with hashes up to `last`, or all (`entire_source`)."""
-    if entire_source or last < 0:
+def are_held_out(table: np.ndarray, max_hash: int, *, entire_source: bool) -> np.ndarray:
+    """Return which documents are held out, bool [D]: all (`entire_source`), or all with hashes up to `max_hash`."""
+    if entire_source or max_hash < 0:
         return np.full(len(table), entire_source)
-    return table["hash"][:, 0] <= np.uint64(last)
+    return table["hash"][:, 0] <= np.uint64(max_hash)
 
 
 def _cut_bins(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, dict[str, int]]]:

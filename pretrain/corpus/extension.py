@@ -4,9 +4,9 @@ A word that occurs n times and has p tokens takes n x p tokens in the corpus; as
 come after the old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
 
 The tokenizers find new entries in different ways. WordPiece matches the longest entry. In a Unigram, the score of a new
-entry slightly exceeds the sum of its pieces' scores: so little that other words do not change, but more for more
-pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up a whole word
-before applying merges (`ignore_merges`).
+entry slightly exceeds the sum of its pieces' scores: too little to change the tokens of other words, but by more for
+more pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up whole
+words before applying merges (`ignore_merges`).
 
 In scripts without spaces, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
 """
@@ -38,9 +38,9 @@ _MEASURED_CHARACTERS = 2 << 20  # characters of text that are encoded to measure
 _MAX_DOCUMENT_CHARACTERS = 1 << 18  # maximum characters of a document in this text
 _LEARNED_CHARACTERS = 4 << 20  # characters of the words from which letter sequences are learned
 _ASCII_WORD = re.compile(r"\w+")
-_EXTRA_SEQUENCES = 100  # sequences learned beyond the maximum number of words, since not all of them are added
+_EXTRA_SEQUENCES = 100  # number of sequences learned in addition to the maximum, since not all of them are added
 _FIRST_PRIVATE = 0xF0000  # first private-use character; each represents a letter with its marks
-_SCORE_MARGIN = 1e-4  # log probability by which a new word exceeds its pieces, per saved piece
+_SCORE_MARGIN = 1e-4  # log probability by which a new word's score exceeds its pieces' scores, per saved piece
 
 
 class Extension(NamedTuple):
@@ -50,26 +50,24 @@ class Extension(NamedTuple):
     words: list[str]  # the new entries, in the order of their ids
 
 
-def sampled_words(
-    inputs: Iterable[tuple[SourceConfig, Sequence[Input]]],
-) -> tuple[collections.Counter[str], list[str]]:
-    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over it."""
-    read = [(source, item) for source, items in inputs if not source.held_out for item in items]
-    sizes = [sources.reader(source).text_bytes(item) for source, item in read]
-    known = [size for size in sizes if math.isfinite(size)]
-    sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known or [1])) for size in sizes]
+def sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tuple[collections.Counter[str], list[str]]:
+    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and a sample of its documents."""
+    training_inputs = [(source, item) for source, items in inputs if not source.held_out for item in items]
+    sizes = [sources.reader(source).text_bytes(item) for source, item in training_inputs]
+    known_sizes = [size for size in sizes if math.isfinite(size)]
+    sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known_sizes or [1])) for size in sizes]
     total = max(1, sum(sizes))
     counts: collections.Counter[str] = collections.Counter()
-    sample, seen, sampled = list[str](), 0, 0
-    for (source, item), size in zip(read, sizes, strict=True):
+    sample, seen_characters, sampled_characters = list[str](), 0, 0
+    for (source, item), size in zip(training_inputs, sizes, strict=True):
         remaining = _SAMPLED_BYTES * size / total
         for text in _documents(source, item, stride=max(1, int(total / _SAMPLED_BYTES))):
             counts.update((_ASCII_WORD if text.isascii() else scripts.WORD).findall(text))
             drop_rarest(counts)
-            seen, remaining = seen + len(text), remaining - len(text)
-            if sampled < _MEASURED_CHARACTERS * min(2, seen / min(total, _SAMPLED_BYTES)):
+            seen_characters, remaining = seen_characters + len(text), remaining - len(text)
+            if sampled_characters < _MEASURED_CHARACTERS * min(2, seen_characters / min(total, _SAMPLED_BYTES)):
                 sample.append(text[:_MAX_DOCUMENT_CHARACTERS])
-                sampled += len(sample[-1])
+                sampled_characters += len(sample[-1])
             if remaining <= 0:
                 break
     return counts, sample
@@ -99,31 +97,31 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
         InputError: the tokenizer's format does not allow new words, or the ids would not fit in the shards' type.
     """
     check_extension(tokenizer, max_words)
-    unknown, known = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
+    unknown_id, entries = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
     words = _count_pre_tokens(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
-    pieces = _ids_of(tokenizer, {**words, **candidates})
+    old_ids = _ids_of(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
-    saved = {
-        word: count * (len(pieces[word]) - 1)
+    saved_tokens = {
+        word: count * (len(old_ids[word]) - 1)
         for word, count in candidates.items()
-        if len(pieces[word]) > 1 and count >= _MIN_COUNT and unknown not in pieces[word] and word not in known
+        if len(old_ids[word]) > 1 and count >= _MIN_COUNT and unknown_id not in old_ids[word] and word not in entries
         if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
-    chosen = sorted(saved, key=lambda word: (-saved[word], word))[:max_words]
+    chosen = sorted(saved_tokens, key=lambda word: (-saved_tokens[word], word))[:max_words]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _ids_of(extended, words)
-        broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
+        new_ids = _ids_of(extended, words)
+        broken = [word for word in words if unknown_id in new_ids[word] and unknown_id not in old_ids[word]]
         if not broken:
             break
         # If WordPiece matches a new entry first, the rest of a longer word may match no entry, so the word is [UNK].
-        chosen = [entry for entry in chosen if not any(_may_start(entry, word) for word in broken)]
+        chosen = [entry for entry in chosen if not any(_may_match(entry, word) for word in broken)]
     return Extension(extended, chosen)
 
 
-def _may_start(entry: str, word: str) -> bool:
+def _may_match(entry: str, word: str) -> bool:
     """Return whether an entry may match in a word: at its start or, with "##", after other entries."""
     return entry[2:] in word if entry[:2] == "##" else word.startswith(entry)
 
@@ -132,9 +130,9 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
     where = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
-    kind, is_cut = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
+    kind, splits_words = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
     # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
-    if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
+    if kind not in ("WordPiece", "Unigram") and (not splits_words or model.get("end_of_word_suffix")):
         raise InputError(
             f"{where}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
             "the end of words, so words cannot be added. Set it to 0."
@@ -162,7 +160,7 @@ def _documents(source: SourceConfig, item: Input, stride: int) -> Iterator[str]:
 
 
 def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
-    """Count the words, each after a space, in the form in which they are passed to the tokenizer's model."""
+    """Normalize and pre-tokenize words, each after a space; return the counts of the resulting pre-tokens."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     words: collections.Counter[str] = collections.Counter()
@@ -174,13 +172,13 @@ def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collec
 
 
 def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ids of each word; words are as in the result of `_count_pre_tokens`."""
+    """Return the token ids of each word; words are pre-tokens, as in the result of `_count_pre_tokens`."""
     model: Any = tokenizer.model
     inner = model
     if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"
-        entries = {entry[2:]: number for entry, number in tokenizer.get_vocab().items() if entry[:2] == "##"}
-        entries[model.unk_token] = _unknown_id(tokenizer) or 0
-        inner: Any = models.WordPiece(entries, unk_token=model.unk_token, continuing_subword_prefix="")
+        continuations = {entry[2:]: token_id for entry, token_id in tokenizer.get_vocab().items() if entry[:2] == "##"}
+        continuations[model.unk_token] = _unknown_id(tokenizer) or 0
+        inner: Any = models.WordPiece(continuations, unk_token=model.unk_token, continuing_subword_prefix="")
     encoded = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
     return {word: [token.id for token in tokens] for word, tokens in encoded}
 
@@ -190,25 +188,25 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
 
     The units of this byte-pair encoding are letters with their marks.
     """
-    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
-    sequences = collections.Counter({word: count for word, count in words.items() if word not in runs})
+    unspaced = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
+    sequences = collections.Counter({word: count for word, count in words.items() if word not in unspaced})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}
-    step = max(1, sum(map(len, runs)) // _LEARNED_CHARACTERS)
-    for word in sorted(runs)[::step]:
+    step = max(1, sum(map(len, unspaced)) // _LEARNED_CHARACTERS)
+    for word in sorted(unspaced)[::step]:
         units = (letters.setdefault(unit, chr(_FIRST_PRIVATE + len(letters))) for unit in scripts.CLUSTER.findall(word))
-        coded["".join(units)] = step * runs[word]
-    learned, first = Tokenizer(models.BPE()), list(letters.values())  # a fixed order, instead of a hash map's
+        coded["".join(units)] = step * unspaced[word]
+    learned, codes = Tokenizer(models.BPE()), list(letters.values())  # a fixed order, instead of a hash map's
     size = len(letters) + max_words + _EXTRA_SEQUENCES
-    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=first, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=codes, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     learned.train_from_iterator(repeat_words(coded), trainer)
-    spelled = {ord(code): letter for letter, code in letters.items()}
+    decoded = {ord(code): letter for letter, code in letters.items()}
     mark = "##" if isinstance(tokenizer.model, models.WordPiece) else ""
     model: Any = learned.model
     for word, count in coded.items():
-        for number, piece in enumerate(model.tokenize(word)):
-            sequences[mark * (number > 0) + piece.value.translate(spelled)] += count
+        for index, piece in enumerate(model.tokenize(word)):
+            sequences[mark * (index > 0) + piece.value.translate(decoded)] += count
     return sequences
 
 
@@ -218,19 +216,19 @@ def _unknown_id(tokenizer: Tokenizer) -> int | None:
 
 
 def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
-    described, size = json.loads(tokenizer.to_str()), vocabulary_size(tokenizer)
-    model, added = described["model"], {token["content"]: token["id"] for token in described["added_tokens"]}
+    spec, size = json.loads(tokenizer.to_str()), vocabulary_size(tokenizer)
+    model, added = spec["model"], {token["content"]: token["id"] for token in spec["added_tokens"]}
     if model["type"] == "Unigram":  # the index of an entry is its id, so the ids of added tokens must have entries
         scores = [score for _, score in model["vocab"]]
-        names = {number: content for content, number in added.items()}
+        names = {token_id: content for content, token_id in added.items()}
         gaps = range(len(scores), size)
         pieces = _ids_of(tokenizer, entries)
-        model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
+        model["vocab"] += [[names.get(n, f"[unused{n}]"), min(scores)] for n in gaps]
         for entry in entries:
-            piece_scores = [scores[number] for number in pieces[entry]]
+            piece_scores = [scores[token_id] for token_id in pieces[entry]]
             model["vocab"].append([entry, sum(piece_scores) + _SCORE_MARGIN * (len(piece_scores) - 1)])
     else:  # added tokens must become entries to keep their ids
-        model["vocab"] |= added | {entry: size + number for number, entry in enumerate(entries)}
+        model["vocab"] |= added | {entry: size + index for index, entry in enumerate(entries)}
         if model["type"] == "BPE":
             model["ignore_merges"] = True
-    return Tokenizer.from_str(json.dumps(described))
+    return Tokenizer.from_str(json.dumps(spec))

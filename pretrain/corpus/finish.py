@@ -28,12 +28,12 @@ from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 _EXTENSION_KEYS = ("added", "saved_share", "first_added")  # keys of the card about words added to the vocabulary
 
 ReadingCounter = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
-"""Function that returns, for the card, how often an epoch reads a token, and a line on the sources of each phase."""
+"""Function that returns two lists for the card: how often an epoch reads each token, and the sources of each phase."""
 
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """The results of all earlier stages. `sources` and `inputs` are by the index of the source in the corpus.
+    """The results of all earlier stages. `sources` and `inputs` are keyed by the index of the source in the corpus.
 
     Attributes:
         settings: settings of the whole corpus, for the manifest.
@@ -103,7 +103,7 @@ class PreparedCorpus:
         old_card = self.existing.card(self.work_dir) if self.existing else {}
         count = len(manifest["sources"])
         extension = {key: value for key, value in old_card.get("vocabulary", {}).items() if key in _EXTENSION_KEYS}
-        evaluation = self.documents.evaluation(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
+        evaluation = self.documents.eval_entries(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
         card.write_card(
             self.corpus.folder,
             manifest["sources"],
@@ -117,7 +117,7 @@ class PreparedCorpus:
             shards=manifest["shards"],
             readings=readings,
             extension=extension or self.extension,
-            filtered=merged_filters(old_card.get("filters", []), self.documents.filtered(count), count),
+            filtered=merged_filters(old_card.get("filters", []), self.documents.filter_entries(count), count),
             evaluation=merged_sets(old_card.get("evaluation_sets", []), evaluation),
             old_card=old_card,
         )
@@ -131,13 +131,13 @@ class PreparedCorpus:
         `count_readings` is called in any case, since it also stores the number of samples of each block.
         """
         folder, entries = self.corpus.folder, manifest["shards"]
-        local = [entry for entry in entries if (folder / f"{entry['name']}.tokens.npy").is_file()]
-        train = shards_of(folder, {**manifest, "shards": local}, "train")
-        train = dataclasses.replace(train, fingerprints=source_fingerprints(manifest))
+        local_entries = [entry for entry in entries if (folder / f"{entry['name']}.tokens.npy").is_file()]
+        shards = shards_of(folder, {**manifest, "shards": local_entries}, "train")
+        shards = dataclasses.replace(shards, fingerprints=source_fingerprints(manifest))
         readings: tuple[list[dict[str, Any]], list[str]] = [], []
         with contextlib.suppress(InputError):
-            readings = count_readings(train) if count_readings and train.shards else readings
-        if self.existing and len(local) < len(entries):
+            readings = count_readings(shards) if count_readings and shards.shards else readings
+        if self.existing and len(local_entries) < len(entries):
             return self.existing.card(self.work_dir).get("readings", []), []
         return readings
 

@@ -24,7 +24,7 @@ _KINDS = {
 _MIN_FILES = 3  # minimum files that leave training text if each is a document, since two are held out
 _MIN_DOCUMENTS = 10  # minimum documents into which another kind must split a file, for a warning
 _LARGE_BYTES = 100_000  # minimum file size for a warning
-_NO_BOOK_BYTES = 10 << 20  # minimum mean file size for a warning if there are at least _MIN_FILES files
+_MIN_MEAN_BYTES = 10 << 20  # minimum mean file size for a warning if there are at least _MIN_FILES files
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
 _HEAD_BYTES = 1_000  # bytes to examine in a file without a known suffix
 
@@ -58,37 +58,37 @@ def kind_of(file: Path) -> str:
         raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
 
 
-def kinds_that_fit(
-    sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
+def kind_warnings(
+    sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], validation_fraction: float
 ) -> tuple[list[str], bool]:
     """Return warnings about plain-text sources that another kind fits, and whether they concern all training text."""
-    paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
-    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
+    paths = {index: [Path(path) for item in inputs[index] for path in item.paths] for index in sources}
+    are_few = validation_fraction > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
     min_bytes = 0 if are_few else _LARGE_BYTES
-    faults = {number: _fault(source.kind, paths[number], min_bytes) for number, source in sources.items()}
-    lines = [f"corpus.sources.{number}.kind: {fault}" for number, fault in faults.items() if fault]
-    return lines, are_few and len(lines) == len(sources)
+    by_source = {index: _kind_warning(source.kind, paths[index], min_bytes) for index, source in sources.items()}
+    warnings = [f"corpus.sources.{index}.kind: {warning}" for index, warning in by_source.items() if warning]
+    return warnings, are_few and len(warnings) == len(sources)
 
 
-def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
+def _kind_warning(kind: str, paths: list[Path], min_bytes: int) -> str:
     """Return a warning if another kind than `kind` fits the files; "" if not, or if a file is not local."""
     if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
         return ""
     sizes = [path.stat().st_size for path in paths]
     path = paths[sizes.index(max(sizes))]
-    if max(sizes) < min_bytes or (len(paths) >= _MIN_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
+    if max(sizes) < min_bytes or (len(paths) >= _MIN_FILES and sum(sizes) < _MIN_MEAN_BYTES * len(paths)):
         return ""
     with open_text(path) as stream:
         text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
     blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
-    lines = sum(map(len, blocks))
-    if lines < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
+    line_count = sum(map(len, blocks))
+    if line_count < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
-    if len(blocks) >= _MIN_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
+    if len(blocks) >= _MIN_DOCUMENTS and (line_count <= 100 * len(blocks) or len(text) < 200 * line_count):
         layout, advice = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
-        layout, advice = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
+        layout, advice = f"{counted(line_count, 'line')} and hardly a blank one", "lines, which reads each line"
     return f"{kind} makes one document of {path}. Its first megabyte has {layout}: set kind: {advice} as a document."
 
 
@@ -97,13 +97,13 @@ def _is_wrapped(blocks: list[list[str]]) -> bool:
     widths = sorted(len(line) for block in blocks for line in block)
     pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
     width = widths[int(0.95 * len(widths))]
-    cut = [
+    wrapped = [
         line
         for line, following in pairs
         if " " in line and not is_ended(line.rstrip()) and not following.lstrip()[:1].isupper()
         if len(line) + len(following.partition(" ")[0]) >= width
     ]
-    return width <= 100 and 2 * len(cut) > len(pairs) > len(widths) / 4
+    return width <= 100 and 2 * len(wrapped) > len(pairs) > len(widths) / 4
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:
@@ -112,8 +112,8 @@ def documents_of(file: Path, problems: Problems) -> Iterator[str]:
     Raises `InputError` if the file cannot be read, or lacks the column `text`.
     """
     config = SourceConfig(kind=kind_of(file), path=str(file))
-    for number, item in enumerate(sources.find_inputs(config, "text")):
-        for chunk in sources.cut(config, 0, number, item):
+    for index, item in enumerate(sources.find_inputs(config, "text")):
+        for chunk in sources.cut(config, 0, index, item):
             yield from sources.documents(chunk, problems)
 
 

@@ -1,9 +1,9 @@
 """Adding sources to a corpus: existing sources remain unchanged, new ones are prepared with the same vocabulary.
 
-To find documents that the corpus already has, it stores signatures of each source's documents: hashes (uint64 [D, 2],
-ascending; `source-00003.hashes` of training documents, `.others` of held-out or dropped ones) and, if near-duplicates
-are searched, sketches. It is an error if a new held-out source contains training documents. The manifest is replaced
-last, by a rename.
+To recognize documents that it already has, a corpus stores signatures of each source's documents: hashes (uint64
+[D, 2], ascending; `source-00003.hashes` for training documents, `.others` for held-out and dropped ones) and, if
+near-duplicates are searched, sketches. It is an error if a new held-out source contains training documents. The
+manifest is replaced last, by a rename.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ class ExistingCorpus:
     manifest: dict[str, Any]
 
     @property
-    def sources(self) -> int:
+    def source_count(self) -> int:
         """The number of sources in the corpus, which is also the index of the first new one."""
         return len(self.manifest["sources"])
 
     @property
     def first_shards(self) -> dict[str, int]:
         """The first unused shard number of each split."""
-        numbers = {split: [-1] for split in SPLITS}
+        used = {split: [-1] for split in SPLITS}
         for shard in self.manifest["shards"]:
-            numbers[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
-        return {split: 1 + max(used) for split, used in numbers.items()}
+            used[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
+        return {split: 1 + max(numbers) for split, numbers in used.items()}
 
     @property
     def identity(self) -> list[str]:
         """The fingerprints of the existing sources; an interrupted addition only continues if they are the same."""
-        return [source_fingerprint(self.manifest, number) for number in range(self.sources)]
+        return [source_fingerprint(self.manifest, source) for source in range(self.source_count)]
 
     def signatures(self, suffix: str) -> dict[int, Path]:
         """Return the corpus's signature files with the given suffix, by index of the source."""
-        names = {source: f"{_stem(source)}{suffix}" for source in range(self.sources)}
+        names = {source: f"{_stem(source)}{suffix}" for source in range(self.source_count)}
         return {source: self.folder / name for source, name in names.items() if name in self.manifest["files"]}
 
     @property
-    def hashes(self) -> list[tuple[Path, bool | None]]:
+    def hash_files(self) -> list[tuple[Path, bool | None]]:
         """Hash files, each with True for training documents, False for held-out ones, None for held-out or dropped."""
         settings = split_by_source(self.manifest["settings"])[1]
         held_out = {n for n in settings if settings[n].get("held_out")}
@@ -75,9 +75,9 @@ class ExistingCorpus:
         return [*trained, *((path, False if n in held_out else None) for n, path in self.signatures(_OTHERS).items())]
 
     @property
-    def training_hashes(self) -> tuple[Path, ...]:
+    def training_hash_files(self) -> tuple[Path, ...]:
         """The hash files of training documents."""
-        return tuple(path for path, are_trained in self.hashes if are_trained)
+        return tuple(path for path, are_trained in self.hash_files if are_trained)
 
     def link_sketches(self, work_dir: Path) -> None:
         """Link the corpus's sketches into the work folder, where they sort before the sketches of new documents."""
@@ -92,7 +92,7 @@ class ExistingCorpus:
     def save_old_card(self, work_dir: Path) -> None:
         """Save the card in the work folder, since an interrupted preparation may replace it."""
         card = json.loads((self.folder / "card.json").read_text(encoding="utf-8"))
-        write_json(work_dir / _OLD_CARD, {**card, "sources": card["sources"][: self.sources]})
+        write_json(work_dir / _OLD_CARD, {**card, "sources": card["sources"][: self.source_count]})
 
     def card(self, work_dir: Path) -> dict[str, Any]:
         """Return the existing corpus's card, which `save_old_card` saved."""
@@ -110,23 +110,23 @@ def known_at_addresses(folder: Path, configured: Sequence[SourceConfig]) -> dict
     """
     if (manifest := try_read_manifest(folder)) is None:
         return {}
-    sources_by_name = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
-    old, states = split_by_source(manifest["settings"])[1], {}
+    corpus_indices = {entry["name"]: index for index, entry in enumerate(manifest["sources"])}
+    old, digests = split_by_source(manifest["settings"])[1], {}
     for index, source in enumerate(configured):
-        number = sources_by_name.get(source_name(source), -1)
-        if is_remote(source.path) and "path" in old.get(number, {}):
+        corpus_index = corpus_indices.get(source_name(source), -1)
+        if is_remote(source.path) and "path" in old.get(corpus_index, {}):
             inputs = sources.list_inputs(source, f"corpus.sources.{index}")
-            if sum(item.bytes for item in inputs) == manifest["sources"][number].get("input_bytes"):
-                states[index] = old[number]["path"]
-    return states
+            if sum(item.bytes for item in inputs) == manifest["sources"][corpus_index].get("input_bytes"):
+                digests[index] = old[corpus_index]["path"]
+    return digests
 
 
-def check_repeatable(manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
+def check_repeatable(manifest: dict[str, Any], corpus_indices: list[int], damage: InputError) -> None:
     """Raise `InputError` unless a damaged corpus can be prepared again from the configured sources.
 
-    `numbers` has the index in the corpus of each configured source; `damage` is the error that was found.
+    `corpus_indices` has the index in the corpus of each configured source; `damage` is the error that was found.
     """
-    if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
+    if "grown" in manifest or corpus_indices != list(range(len(manifest["sources"]))):
         raise InputError(
             f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
             "Restore the file, or prepare all sources into another corpus.dir."

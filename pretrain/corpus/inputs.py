@@ -1,4 +1,4 @@
-"""Base classes of sources: inputs, the chunks they are cut into, and the reader that each kind implements.
+"""Inputs of sources, the chunks that they are cut into, and the base class of the readers of all kinds of sources.
 
 A process reads one chunk at a time: a byte range of a plain file, a range of a decompressed stream, a row group, or
 some small files. Chunk boundaries depend only on the files, so the corpus does not depend on the number of processes or
@@ -34,16 +34,16 @@ CHUNK_BYTES = 8 << 20  # minimum text per chunk
 _MAX_SHOWN = 3  # maximum faults listed in a message
 # Maximum invalid characters in text read as UTF-8: 5 plus 20 %. Latin-1 text has fewer, GB 18030 or KOI8 text more.
 _MAX_INVALID, _MAX_INVALID_SHARE = 5, 0.2
-_HEAD_BYTES = 4096  # number of first bytes in which NULs are counted
+_HEAD_BYTES = 4096  # number of leading bytes in which NULs are counted
 _MAX_NUL_SHARE = 0.25  # maximum share of NULs in text read as UTF-8; Latin text in UTF-16 has more
-_MAX_NUL_SHARE_IF_INVALID = 0.005  # the same for text with invalid characters; other scripts in UTF-16 have more
+_MAX_NUL_SHARE_IF_INVALID = 0.005  # maximum for text with invalid characters; other scripts in UTF-16 have more
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # at the start of any line, since files may be concatenated
 _NOT_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
-_BINARY_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # the only kind that can read the suffix
-_TEXT_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}  # usual kind
+_BINARY_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # suffix -> the only kind that can read it
+_TEXT_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
 _UNSUPPORTED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
@@ -99,10 +99,10 @@ class Input:
 
     paths: tuple[str, ...]
     bytes: int
-    problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the source's inputs; only the first has them
+    problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the inputs; only the first input has them
 
     @property
-    def is_remote(self) -> bool:
+    def is_on_hub(self) -> bool:
         """True for a shard of a data set on the hub, named `hub:<name>@<revision>#<index>/<number of shards>`."""
         return bool(self.paths) and self.paths[0].startswith("hub:")
 
@@ -111,12 +111,12 @@ class Input:
 class Span:
     """A range of an input, cut by the source's reader."""
 
-    start: int = 0  # offset of the first byte, row or row group, depending on the kind of source
-    end: int = 0  # offset after the last one
+    start: int = 0  # index of the first byte, row, row group or shard, depending on the kind of source
+    end: int = 0  # index after the last one; for a shard on the hub, the number of shards
     data: Any = None  # the content itself, if the file must be read in order
     bytes: int = 0  # size in the file, for the progress bar
-    problems: list[dict[str, Any]] = field(default_factory=list)
-    is_stream: bool = False  # whether it is a whole file to be read in order, which `sources.cut_stream` cuts
+    problems: list[dict[str, Any]] = field(default_factory=list)  # faults found while cutting the input
+    is_stream: bool = False  # whether this is a whole file that must be read in order; `sources.cut_stream` cuts it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class SourceReader:
 
     def text_bytes(self, item: Input) -> float:
         """Estimate the bytes of text from the file sizes; infinite on the hub, where sizes are unknown."""
-        if item.is_remote:
+        if item.is_on_hub:
             return math.inf
         return self.text_share * _EXPANSION.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
 
@@ -209,9 +209,9 @@ class SourceReader:
             return listed
         is_input = folders.matches if root != address else lambda name, _: self.accepts(PurePosixPath(name))
         names = [name.removeprefix(f"{root}/") for name in listed if is_input(name, address)]
-        hidden = "/." in address.removeprefix(root)
+        has_dot = "/." in address.removeprefix(root)
         selected = listing.select_names(
-            names, address, lambda name: join(root, name) in listed, self.problems.add, hidden=hidden
+            names, address, lambda name: join(root, name) in listed, self.problems.add, include_hidden=has_dot
         )
         return {join(root, name): listed[join(root, name)] for name in selected}
 
@@ -234,7 +234,7 @@ def _check_name(file: Path, config_key: str) -> None:
 def no_files_error(
     config: SourceConfig, config_key: str, faults: Sequence[dict[str, Any]] = (), other_files: Sequence[Path] = ()
 ) -> InputError:
-    """Return the error for a source without files to read; its folder has `other_files`, listing it gave `faults`."""
+    """Return the error for a source without files to read. `faults` and `other_files` were found instead."""
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped_pattern(path)
     advice = f"The path is a glob. Write {pattern} to escape the folder's name." if pattern else "Check the path."
@@ -246,7 +246,7 @@ def no_files_error(
 
 
 def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
-    """Return the most common kind of the files, looked up in `kinds` by suffix, if it is not `kind`; else ""."""
+    """Return the most common kind of the files, by their suffixes in `kinds`, unless it is `kind`; else ""."""
     counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
     most_common = max(counts, key=counts.__getitem__, default="")
     return "" if most_common == kind or is_custom(kind) else most_common

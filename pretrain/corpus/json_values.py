@@ -11,12 +11,12 @@ from pretrain.corpus import inputs
 from pretrain.corpus.inputs import BrokenInputError
 from pretrain.corpus.streams import TextStream, open_text
 
-MAX_BYTES = 10**9  # decompressed size of such a file, which is read into memory
+MAX_BYTES = 10**9  # maximum decompressed size of such a file, which is read into memory as a whole
 _HEAD_BYTES = 1000
-_FIRST_BYTES = 16 << 20  # maximum bytes up to the end of the first value
+_FIRST_BYTES = 16 << 20  # number of bytes that are read to find the first value
 _MULTILINE = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
 _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"')
-_BETWEEN = re.compile(r"[\s,\[\]\ufeff]*")
+_SEPARATORS = re.compile(r"[\s,\[\]\ufeff]*")
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -36,7 +36,7 @@ def first_value(path: Path) -> Any:
     """Return the first value of a file in any layout. Raises `OSError`, or `ValueError` for a long or damaged value."""
     with open_text(path) as stream:
         text = stream.read(_FIRST_BYTES).decode("utf-8", "replace")
-    return _decode(text, len(_between(text, 0)))[0]
+    return _decode(text, len(_separators(text, 0)))[0]
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -55,8 +55,8 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
     position = size = 0
     is_array = False
     while True:
-        between = _between(text, position)
-        position, is_array = position + len(between), is_array or "[" in between
+        separators = _separators(text, position)
+        position, is_array = position + len(separators), is_array or "[" in separators
         if position == len(text):
             break
         try:
@@ -73,7 +73,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
             values, size = [], 0
     if values:
         yield b"\n".join(values), file_bytes * position // len(text)
-    if not fault and is_array and "]" not in between:
+    if not fault and is_array and "]" not in separators:
         fault = "JSON array without an end"
     if fault:
         raise BrokenInputError(fault)
@@ -86,6 +86,6 @@ def too_large_error(path: Path) -> InputError:
     )
 
 
-def _between(text: str, position: int) -> str:
-    between = _BETWEEN.match(text, position)
-    return between.group() if between else ""
+def _separators(text: str, position: int) -> str:
+    match = _SEPARATORS.match(text, position)
+    return match.group() if match else ""

@@ -1,10 +1,10 @@
-"""A hash table that looks up arrays of keys in a few numpy operations."""
+"""A hash table whose operations take arrays of keys, so that each needs only a few calls of numpy."""
 
 import numpy as np
 
 
 class KeyTable:
-    """Open-addressing hash table from keys of `width` uint64 to int32 numbers; all operations work on arrays.
+    """Open-addressing hash table from keys, each of `width` uint64, to int32 values. Keys are passed column by column.
 
     The first uint64 of a key must not be 0, which marks an empty slot; for words, it never is, as they contain no NUL.
     """
@@ -16,22 +16,22 @@ class KeyTable:
         """Reserve space for `capacity` keys; the table grows if it gets more."""
         self._width = width
         self._bits = (3 * capacity).bit_length()
-        self._used = 0
+        self._size = 0
         self._allocate()
 
-    def lookup(self, keys: list[np.ndarray], next_number: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the number of each key, and the newly inserted keys, which get next_number, next_number + 1, ..."""
-        numbers, missing = self.find(keys)
+    def find_or_insert(self, keys: list[np.ndarray], next_value: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return the value of each key, and the new keys, which are inserted with next_value, next_value + 1, ..."""
+        values, missing = self.find(keys)
         if not missing.size:
-            return numbers, [key[:0] for key in keys]
+            return values, [key[:0] for key in keys]
         new, inverse = distinct([key[missing] for key in keys])
-        numbers[missing] = next_number + inverse
-        self._insert(new, np.arange(next_number, next_number + len(new[0]), dtype=np.int32))
-        return numbers, new
+        values[missing] = next_value + inverse
+        self._insert(new, np.arange(next_value, next_value + len(new[0]), dtype=np.int32))
+        return values, new
 
     def _allocate(self) -> None:
         self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._width)]
-        self._numbers = np.zeros(1 << self._bits, np.int32)
+        self._values = np.zeros(1 << self._bits, np.int32)
 
     def _hash_slots(self, keys: list[np.ndarray]) -> np.ndarray:
         mixed = keys[0] if self._width == 1 else keys[0] ^ (keys[1] * self._MIX)
@@ -42,9 +42,9 @@ class KeyTable:
         return same if self._width == 1 else same & (self._keys[1][slots] == keys[1])
 
     def find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (numbers, indices of keys that are not in the table)."""
+        """Return (values, indices of the keys that are not in the table, whose values are arbitrary)."""
         slots = self._hash_slots(keys)
-        numbers = self._numbers[slots]
+        values = self._values[slots]
         pending = np.flatnonzero(~self._contains(slots, keys))
         missing = []
         while pending.size:
@@ -54,23 +54,23 @@ class KeyTable:
             pending = pending[~empty]
             probed = (probed[~empty] + 1) & ((1 << self._bits) - 1)
             slots[pending] = probed
-            numbers[pending] = self._numbers[probed]
+            values[pending] = self._values[probed]
             pending = pending[~self._contains(probed, [key[pending] for key in keys])]
-        return numbers, np.sort(np.concatenate(missing)) if missing else pending
+        return values, np.sort(np.concatenate(missing)) if missing else pending
 
-    def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
+    def _insert(self, keys: list[np.ndarray], values: np.ndarray) -> None:
         """Insert distinct keys that are not in the table."""
-        self._used += len(numbers)
-        if 3 * self._used > 1 << self._bits:  # load factor of a third: 1.25 probes on average
+        self._size += len(values)
+        if 3 * self._size > 1 << self._bits:  # load factor of a third: 1.25 probes on average
             is_used = self._keys[0] != 0
-            old, old_numbers = [key[is_used] for key in self._keys], self._numbers[is_used]
-            while 3 * self._used > 1 << self._bits:
+            old, old_values = [key[is_used] for key in self._keys], self._values[is_used]
+            while 3 * self._size > 1 << self._bits:
                 self._bits += 1
             self._allocate()
             keys = [np.concatenate(pair) for pair in zip(old, keys, strict=True)]
-            numbers = np.concatenate([old_numbers, numbers])
+            values = np.concatenate([old_values, values])
         slots = self._hash_slots(keys)
-        pending = np.arange(len(numbers))
+        pending = np.arange(len(values))
         claim = np.empty(1 << self._bits, np.int64)
         while pending.size:
             probed = slots[pending]
@@ -79,7 +79,7 @@ class KeyTable:
             won = free & (claim[probed] == pending)
             for stored, key in zip(self._keys, keys, strict=True):
                 stored[probed[won]] = key[pending[won]]
-            self._numbers[probed[won]] = numbers[pending[won]]
+            self._values[probed[won]] = values[pending[won]]
             slots[pending[~won]] = (probed[~won] + 1) & ((1 << self._bits) - 1)
             pending = pending[~won]
 

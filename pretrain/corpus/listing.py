@@ -11,7 +11,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.storage import folders
 
-Reporter = Callable[[str, str, str], object]  # `Problems.add`: path, fault, first location
+Reporter = Callable[[str, str, str], object]  # called with (path, fault, location), such as `Problems.add`
 HIDDEN = "hidden file, or file in a hidden folder: left out"
 PREPARED = "file of a prepared corpus: left out"
 BROKEN_LINK = "link that leads nowhere: left out"
@@ -50,24 +50,19 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     return sorted(files)
 
 
-def visible_files(files: Iterable[Path], root: Path, report: Reporter, *, hidden: bool = False) -> list[Path]:
-    """Select the local files to read, like `select_names`."""
-    inner = {str(file.relative_to(root)): file for file in files}
-    selected = select_names(inner, str(root), lambda name: (root / name).exists(), report, hidden=hidden)
-    return [inner[name] for name in selected]
+def visible_files(files: Iterable[Path], root: Path, report: Reporter, *, include_hidden: bool = False) -> list[Path]:
+    """Return the local files below `root` to read, like `select_names`."""
+    by_name = {str(file.relative_to(root)): file for file in files}
+    names = select_names(by_name, str(root), lambda n: (root / n).exists(), report, include_hidden=include_hidden)
+    return [by_name[name] for name in names]
 
 
 def select_names(
-    names: Iterable[str],
-    root: str,
-    exists: Callable[[str], bool],
-    report: Reporter,
-    *,
-    hidden: bool = False,
+    names: Iterable[str], root: str, exists: Callable[[str], bool], report: Reporter, *, include_hidden: bool = False
 ) -> list[str]:
     """Return the names of the files below `root` to read; report all others to `report`.
 
-    Broken links, hidden files (unless `hidden`) and corpora below `root`, finished or not, are skipped.
+    Broken links, hidden files (unless `include_hidden`) and corpora below `root`, finished or not, are skipped.
     """
     prepared, selected = {PurePath(): False}, []
 
@@ -81,7 +76,7 @@ def select_names(
         path = PurePath(name)
         if is_prepared(path.parent):
             report(root, PREPARED, name)
-        elif not hidden and any(part.startswith(".") for part in path.parts):
+        elif not include_hidden and any(part.startswith(".") for part in path.parts):
             report(root, HIDDEN, name)
         elif not exists(name):
             report(root, BROKEN_LINK, name)
@@ -91,16 +86,16 @@ def select_names(
 
 
 def matching_files(path: Path, report: Reporter) -> list[Path]:
-    """Return the files to read that match a pattern. Hidden files only match if the pattern has their dot."""
+    """Return the files to read that match a pattern; hidden ones only if a part of the pattern starts with a dot."""
     pattern = str(path)
     root = Path(folders.root_of(pattern) or path.anchor)
-    dotted = any(part.startswith(".") for part in path.relative_to(root).parts)
-    if "**" in path.parts and not dotted and root.is_dir():  # `files_in` visits linked folders only once
+    names_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    if "**" in path.parts and not names_hidden and root.is_dir():  # `files_in` visits linked folders only once
         files = [file for file in files_in(root) if folders.matches(str(file), pattern)]
     else:
         paths = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
         files = [file for file in paths if file.is_file() or not file.exists()]
-    return visible_files(files, root, report, hidden=dotted)
+    return visible_files(files, root, report, include_hidden=names_hidden)
 
 
 def escaped_pattern(path: Path) -> str:

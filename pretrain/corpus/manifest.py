@@ -152,14 +152,14 @@ def prefix_settings(index: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_by_source(
-    settings: dict[str, Any], *, vocabulary: bool = True
+    settings: dict[str, Any], *, include_vocabulary: bool = True
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Split settings into (general ones, {index of a source: its settings}); `vocabulary`: include the vocabulary's."""
+    """Split settings into (general ones, {index of a source: its settings}), with or without the vocabulary's."""
     general, by_source = {}, {}
     for key, value in settings.items():
         if match := _SOURCE_SETTING.fullmatch(key):
             by_source.setdefault(int(match[1]), {})[match[2]] = value
-        elif vocabulary or not key.startswith("corpus.vocabulary."):
+        elif include_vocabulary or not key.startswith("corpus.vocabulary."):
             general[key] = value
     return general, by_source
 
@@ -171,18 +171,18 @@ def match_sources(
     inputs: list[list[Input]],
     requested: dict[str, Any],
     *,
-    vocabulary: bool,
+    compare_vocabulary: bool,
 ) -> list[int]:
     """Return the index in the corpus of each source in the config; new sources get the next indices.
 
-    A source in the config is the one in the corpus with equal settings and equal files: the same names, sizes and times
-    or, failing that, the same content (as of copied files, whose new digest is then put into the manifest). Failing
-    that, it is the one with the same name. If `vocabulary` is False, the settings of the vocabulary may differ.
+    A source in the config matches the one in the corpus with equal settings and equal files: the same names, sizes and
+    times or, failing that, the same content (copied files, whose new digest is then put into the manifest). Failing
+    that, it matches the one with the same name. Settings of the vocabulary only count if `compare_vocabulary`.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
-    general, by_source = split_by_source(requested, vocabulary=vocabulary)
-    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    general, by_source = split_by_source(requested, include_vocabulary=compare_vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], include_vocabulary=compare_vocabulary)
     corpus_indices = _match_to_manifest(manifest, sources, inputs, by_source, old_by_source)
     for index, corpus_index in corpus_indices.items():
         old_general |= prefix_settings(index, old_by_source[corpus_index])
@@ -244,7 +244,7 @@ def _content_matches(inputs: list[Input], entry: dict[str, Any]) -> bool:
     """Return whether the files have the content that a source's entry in the manifest states."""
     if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
         return False
-    paths = [path for item in inputs if not item.is_remote for path in item.paths]
+    paths = [path for item in inputs if not item.is_on_hub for path in item.paths]
     return bool(paths) and content_digest({path: sha256_file(Path(path)) for path in paths}) == entry["content"]
 
 
@@ -272,11 +272,16 @@ def refuse_other_content(folder: Path) -> None:
 
 
 def find_new_sources(
-    folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], wanted: dict[str, Any], *, vocabulary: bool
+    folder: Path,
+    manifest: dict[str, Any],
+    sources: Sequence[SourceConfig],
+    requested: dict[str, Any],
+    *,
+    compare_vocabulary: bool,
 ) -> list[int]:
     """Return the indices of new sources like `match_sources`, but compare them only by name, without reading files."""
-    general, by_source = split_by_source(wanted, vocabulary=vocabulary)
-    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    general, by_source = split_by_source(requested, include_vocabulary=compare_vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], include_vocabulary=compare_vocabulary)
     corpus_indices = {entry["name"]: index for index, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):
         if (corpus_index := corpus_indices.get(source_name(source))) is not None:
@@ -329,10 +334,10 @@ def check_same_tokenizer(
 
 def _preprocessing(tokenizer: Tokenizer) -> list[Any]:
     """Return the normalizer (None if it only joins lines, a setting of the corpus), pre-tokenizer and added tokens."""
-    described = json.loads(tokenizer.to_str())
-    normalizer = None if described["normalizer"] == LINE_JOINER else described["normalizer"]
-    added = [token for token in described["added_tokens"] if not token["special"]]
-    return [normalizer, described["pre_tokenizer"], added]
+    spec = json.loads(tokenizer.to_str())
+    normalizer = None if spec["normalizer"] == LINE_JOINER else spec["normalizer"]
+    added = [token for token in spec["added_tokens"] if not token["special"]]
+    return [normalizer, spec["pre_tokenizer"], added]
 
 
 def changeable_source_fields(source: SourceConfig) -> dict[str, Any]:
@@ -357,7 +362,7 @@ def _files_digest(inputs: list[Input]) -> str:
     for item in inputs:
         for path in item.paths:
             identity: list[Any] = [path]
-            if not item.is_remote:
+            if not item.is_on_hub:
                 stat = Path(path).stat()
                 identity = [Path(path).name, stat.st_size, stat.st_mtime_ns]
             digest.update(json.dumps(identity).encode())

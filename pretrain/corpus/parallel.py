@@ -29,7 +29,7 @@ from pretrain.corpus.inputs import Chunk
 class Pool:
     """Executes calls in several processes, or in the current one if `processes` is 1; results are in call order.
 
-    With `address`, the processes run on the Ray cluster at this address; if `processes` is 0, one per core.
+    With `address`, the processes run on the Ray cluster there; if `processes` is 0, one runs per core of the cluster.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._arguments[0].work) / "ray.log",
+                log=Path(self._arguments[0].work_dir) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
                 initargs=self._arguments,
@@ -57,7 +57,7 @@ class Pool:
         elif self._processes == 1:
             stages.start_process(*self._arguments, child=False)
         else:
-            self._earlier_children = _children()
+            self._earlier_pids = _child_pids()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
             with _without_tokenizers_threads():
@@ -71,7 +71,7 @@ class Pool:
             self._shutdown.join()
         elif self._executor is not None:
             if error is not None and isinstance(self._executor, ProcessPoolExecutor):
-                _stop_calls(_children() - self._earlier_children)
+                _stop_calls(_child_pids() - self._earlier_pids)
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
@@ -86,37 +86,37 @@ class Pool:
             if self._executor is None:
                 return functools.partial(function, *arguments)
             if isinstance(self._executor, ProcessPoolExecutor):
-                return self._executor.submit(stages.stoppable, function, *arguments)
+                return self._executor.submit(stages.run_interruptible, function, *arguments)
             return self._executor.submit(function, *arguments)
 
     def run(
         self,
         function: Callable[..., Any],
-        items: Iterable[tuple[Any, ...]],
-        known: Callable[..., Any] | None = None,
+        calls: Iterable[tuple[Any, ...]],
+        find_result: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield (arguments, result) of each call; `known(*arguments)` returns a result that exists already, or None."""
+        """Yield (arguments, result) of each call; `find_result(*arguments)` returns an existing result, or None."""
         pending: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
-        for item in items:
-            result = known(*item) if known else None
-            pending.append((_without_data(item), self.submit(function, item) if result is None else result))
+        for arguments in calls:
+            result = find_result(*arguments) if find_result else None
+            pending.append((_without_data(arguments), self.submit(function, arguments) if result is None else result))
             while pending and (len(pending) > self._max_pending or _is_ready(pending[0][1])):
-                item, result = pending.popleft()
-                yield item, result_of(result)
+                arguments, result = pending.popleft()
+                yield arguments, result_of(result)
         while pending:
-            item, result = pending.popleft()
-            yield item, result_of(result)
+            arguments, result = pending.popleft()
+            yield arguments, result_of(result)
 
 
-def _children() -> set[int]:
+def _child_pids() -> set[int]:
     return {child.pid for child in multiprocessing.active_children() if child.pid}
 
 
-def _stop_calls(processes: set[int]) -> None:
+def _stop_calls(pids: set[int]) -> None:
     """Interrupt the running calls, which could take hours, such as reading a shard of a data set."""
-    for process in processes:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, stages.STOP)
+            os.kill(pid, stages.STOP)
 
 
 class _SpawnedProcess(SpawnProcess):
@@ -147,15 +147,15 @@ def start_method() -> str:
 
 @contextlib.contextmanager
 def _without_tokenizers_threads() -> Iterator[None]:
-    """Disable the threads of `tokenizers` in forked processes; it would do so itself, but with a warning."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    """Disable threads of `tokenizers` in forked processes, which it would also do by itself, but with a warning."""
+    previous = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         yield
     finally:
         os.environ.pop("TOKENIZERS_PARALLELISM")
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+        if previous is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = previous
 
 
 def result_of(result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Part files, in which the stages of preparation pass on documents: a few megabytes of them as flat arrays.
+"""Part files, with which the stages of preparation pass documents on: a few megabytes of documents as flat arrays.
 
 Part files are written atomically: a part file that exists is complete.
 """
@@ -20,7 +20,7 @@ DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"),
 def random_order(hashes: np.ndarray) -> np.ndarray:
     """Return sort keys (uint64 [D]) for the random order of a source's documents, from their hashes (uint64 [D, 2]).
 
-    They are independent of both halves of a hash: one selects held-out documents, one the vocabulary's sample.
+    They are independent of both halves of a hash, which select held-out documents and the sample for the vocabulary.
     """
     return hashes[:, 0] ^ hashes[:, 1]
 
@@ -30,8 +30,8 @@ class Part:
     """Documents as flat arrays. Items are token ids or, before there is a vocabulary, indices into `distinct`.
 
     items uint16/uint32 [items]; sentence_items uint32 [sentences], number of items per sentence; documents DOCUMENT
-    [documents]; sketches, if near-duplicates are searched, are stored in a separate file. The documents of a part file
-    are in random order.
+    [documents]; distinct, the distinct words or pieces; sketches, if near-duplicates are searched, are stored in a
+    separate file. The documents of a part file are in random order.
     """
 
     items: np.ndarray
@@ -52,9 +52,9 @@ class Part:
     def load(cls, path: Path) -> Part:
         """Read a part file."""
         with path.open("rb") as file:
-            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
-        joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
-        distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+            table, items, sentence_items, lengths, joined = (np.load(file, allow_pickle=False) for _ in range(5))
+        text, ends = joined.tobytes(), np.cumsum(lengths).tolist()
+        distinct = [text[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
         return cls(items, sentence_items, table, distinct)
 
     @classmethod
@@ -62,24 +62,24 @@ class Part:
         """Read the documents with the given ascending indices from a part file of token ids."""
         with path.open("rb") as file:
             table, items, sentence_items = np.load(file, allow_pickle=False), _map_array(file), _map_array(file)
-        first, last = documents[0], documents[-1] + 1
-        sentences = int(table["sentences"][:first].sum(dtype=np.int64))
-        start = int(table["items"][:first].sum(dtype=np.int64))
-        table = table[first:last]
-        sentence_items = sentence_items[sentences : sentences + int(table["sentences"].sum(dtype=np.int64))]
-        items = items[start : start + int(table["items"].sum(dtype=np.int64))]
+        start, stop = documents[0], documents[-1] + 1
+        sentence = int(table["sentences"][:start].sum(dtype=np.int64))
+        item = int(table["items"][:start].sum(dtype=np.int64))
+        table = table[start:stop]
+        sentence_items = sentence_items[sentence : sentence + int(table["sentences"].sum(dtype=np.int64))]
+        items = items[item : item + int(table["items"].sum(dtype=np.int64))]
         keep = np.zeros(len(table), bool)
-        keep[documents - first] = True
+        keep[documents - start] = True
         return cls(items, sentence_items, table, []).select(keep)
 
     def reorder(self, order: np.ndarray) -> Part:
-        """Return the documents with the indices `order`, in this order, without sketches."""
+        """Return the documents with the indices `order`, in that order, without sketches."""
         sentences = _ranges(self.documents["sentences"], order)
         items = _ranges(self.documents["items"], order)
         return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)
 
     def select(self, keep: np.ndarray) -> Part:
-        """Return the documents where bool `keep` is true."""
+        """Return the documents for which `keep`, bool [documents], is true."""
         if keep.all():
             return self
         sentences = np.repeat(keep, self.documents["sentences"])

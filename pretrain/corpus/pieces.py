@@ -35,7 +35,7 @@ _RANGE = 1 << 12  # number of code points that are classified together
 class DocumentPieces:
     """D whole documents, cut into P pieces.
 
-    pieces int32 [P], numbers in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first piece;
+    pieces int32 [P], indices in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first piece;
     documents int64 [D+1], index of each document's first sentence.
     """
 
@@ -49,24 +49,21 @@ Bounds = tuple[np.ndarray, np.ndarray]  # byte offsets of the start and end of e
 
 def gpt2_bounds(raw: bytes, text: np.ndarray) -> Bounds:
     """Return the bounds of the pieces in GPT-2's splitting."""
-    return _bounds(_kinds(raw.replace(b"\n", b"\t"), text, _gpt2_classes), text)
+    return _bounds(_byte_classes(raw.replace(b"\n", b"\t"), text, _gpt2_classes), text)
 
 
 def bertrain_bounds(raw: bytes, text: np.ndarray) -> Bounds:
     """Return the bounds of the pieces in bertrain's variant of GPT-2's splitting (`byte_level`)."""
-    kinds = _kinds(raw.replace(b"\n", b"\t"), text, _bertrain_classes)
-    joining = kinds == _JOINING
+    byte_classes = _byte_classes(raw.replace(b"\n", b"\t"), text, _bertrain_classes)
+    joining = byte_classes == _JOINING
     if joining.any():
-        before = np.maximum.accumulate(np.where(joining, 0, np.arange(len(kinds))))
-        kinds[joining] = np.where(kinds[before[joining]] == LETTER, LETTER, MARK)
-    return _bounds(kinds, text)
+        before = np.maximum.accumulate(np.where(joining, 0, np.arange(len(byte_classes))))
+        byte_classes[joining] = np.where(byte_classes[before[joining]] == LETTER, LETTER, MARK)
+    return _bounds(byte_classes, text)
 
 
 def document_pieces(
-    texts: Sequence[str],
-    starts: Sequence[np.ndarray],
-    table: WordTable,
-    bounds: Callable[[bytes, np.ndarray], Bounds],
+    texts: Sequence[str], starts: Sequence[np.ndarray], table: WordTable, bounds: Callable[[bytes, np.ndarray], Bounds]
 ) -> DocumentPieces:
     """Cut whole documents into pieces; line breaks are treated as white space, and no space is added.
 
@@ -74,8 +71,8 @@ def document_pieces(
         texts: documents that are not empty, without NUL.
         starts: character offsets of the sentences of each document, ascending from 0. The start of a sentence within a
             piece is moved to the next piece.
-        table: assigns numbers to the pieces.
-        bounds: function that finds the pieces in documents, which it gets as bytes and as uint8 array, with a NUL
+        table: table of the distinct pieces, which new pieces are added to.
+        bounds: function that finds the pieces in documents, which are passed as bytes and as uint8 array, with a NUL
             before and after each document.
     """
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
@@ -83,37 +80,37 @@ def document_pieces(
     ends = np.flatnonzero(text == 0)
     piece_starts, piece_ends = bounds(raw, text)
     pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), piece_starts, piece_ends - piece_starts)
-    counts = np.fromiter(map(len, starts), np.int64, len(starts))
-    before = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
-    characters = np.concatenate(starts) + np.repeat(before, counts)
+    sentence_counts = np.fromiter(map(len, starts), np.int64, len(starts))
+    text_starts = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
+    offsets = np.concatenate(starts) + np.repeat(text_starts, sentence_counts)
     if not raw.isascii():
-        characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
-    sentences = np.searchsorted(piece_starts, characters)
-    # Drop sentences without a piece: their piece belongs to another sentence, or no piece of their document follows.
-    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), counts))
-    distinct = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
-    documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
-    return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
+        offsets = np.flatnonzero((text & 0xC0) != 0x80)[offsets]
+    sentences = np.searchsorted(piece_starts, offsets)
+    # Drop sentences without a piece: the next piece belongs to an earlier sentence or to another document.
+    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), sentence_counts))
+    kept = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
+    documents = np.searchsorted(kept, np.concatenate([[0], np.cumsum(sentence_counts)]))
+    return DocumentPieces(pieces, np.append(sentences[kept], len(pieces)), documents)
 
 
-def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
+def _bounds(byte_classes: np.ndarray, text: np.ndarray) -> Bounds:
     """Return the bounds of pieces, from the class of each byte."""
-    document_ends = np.flatnonzero(kinds == _DOCUMENT_END)
-    solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
-    at_end[document_ends] = True
-    space = ~(solid | at_end)
-    starts = np.zeros(len(kinds), bool)
+    document_ends = np.flatnonzero(byte_classes == _DOCUMENT_END)
+    is_solid, is_end = byte_classes >= LETTER, np.zeros(len(byte_classes), bool)
+    is_end[document_ends] = True
+    is_space = ~(is_solid | is_end)
+    starts = np.zeros(len(byte_classes), bool)
     previous, current = slice(None, -1), slice(1, None)
-    starts[current] = space[current] & solid[previous]
-    changes = solid[current] & solid[previous] & (kinds[current] != kinds[previous])
-    changes &= (text[previous] != _APOSTROPHE) | (kinds[current] != LETTER)
+    starts[current] = is_space[current] & is_solid[previous]
+    changes = is_solid[current] & is_solid[previous] & (byte_classes[current] != byte_classes[previous])
+    changes &= (text[previous] != _APOSTROPHE) | (byte_classes[current] != LETTER)
     starts[current] |= changes
     # The last of several spaces belongs to the next characters; the others are a separate pre-token.
-    starts[1:-1] |= (kinds[1:-1] == _SPACE) & space[:-2] & solid[2:]
-    starts[document_ends[:-1] + 1] = ~at_end[document_ends[:-1] + 1]
-    bounds = np.flatnonzero(starts | at_end)
-    first = np.flatnonzero(starts[bounds])
-    return bounds[first], bounds[first + 1]
+    starts[1:-1] |= (byte_classes[1:-1] == _SPACE) & is_space[:-2] & is_solid[2:]
+    starts[document_ends[:-1] + 1] = ~is_end[document_ends[:-1] + 1]
+    bounds = np.flatnonzero(starts | is_end)
+    indices = np.flatnonzero(starts[bounds])
+    return bounds[indices], bounds[indices + 1]
 
 
 # ---------------------------------------------------------------- classes
@@ -121,39 +118,39 @@ def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
 
 def _ascii_classes() -> bytes:
     classes = bytearray([MARK]) * 256
-    for number in range(128):
-        character = chr(number)
+    for byte in range(128):
+        character = chr(byte)
         if character.isalpha():
-            classes[number] = LETTER
+            classes[byte] = LETTER
         elif character.isdigit():
-            classes[number] = NUMBER
-    for number in b"\x0b\x0c":
-        classes[number] = _OTHER_SPACE
+            classes[byte] = NUMBER
+    for byte in b"\x0b\x0c":
+        classes[byte] = _OTHER_SPACE
     classes[ord("\t")] = classes[ord("\r")] = _TAB
     classes[ord(" ")], classes[_LINE_FEED], classes[0] = _SPACE, _SENTENCE_END, _DOCUMENT_END
-    for first, kind in ((0x80, _CONTINUATION), (0xC0, _TWO), (0xE0, _THREE), (0xF0, _FOUR)):
-        classes[first:] = bytes([kind]) * (256 - first)
+    for first, byte_class in ((0x80, _CONTINUATION), (0xC0, _TWO), (0xE0, _THREE), (0xF0, _FOUR)):
+        classes[first:] = bytes([byte_class]) * (256 - first)
     return bytes(classes)
 
 
 _ASCII = _ascii_classes()
 
 
-def _kinds(raw: bytes, text: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
+def _byte_classes(raw: bytes, text: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
     """Return the class of each byte, uint8; all bytes of a character have the same class."""
-    kinds = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
+    byte_classes = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
     if raw.isascii():
-        return kinds
-    for kind, bits in ((_TWO, 0x1F), (_THREE, 0x0F), (_FOUR, 0x07)):
-        leads = np.flatnonzero(kinds == kind)
+        return byte_classes
+    for lead_class, bits in ((_TWO, 0x1F), (_THREE, 0x0F), (_FOUR, 0x07)):
+        leads = np.flatnonzero(byte_classes == lead_class)
         characters = (text[leads] & bits).astype(np.int32)
-        trailing_bytes = kind - _TWO + 1
-        for number in range(1, trailing_bytes + 1):
-            characters = (characters << 6) | (text[leads + number] & 0x3F)
-        classes = _classes(characters, range_classes)
-        for number in range(trailing_bytes + 1):
-            kinds[leads + number] = classes
-    return kinds
+        trailing_bytes = lead_class - _TWO + 1
+        for offset in range(1, trailing_bytes + 1):
+            characters = (characters << 6) | (text[leads + offset] & 0x3F)
+        new_classes = _classes(characters, range_classes)
+        for offset in range(trailing_bytes + 1):
+            byte_classes[leads + offset] = new_classes
+    return byte_classes
 
 
 def character_classes(characters: np.ndarray) -> np.ndarray:
@@ -164,38 +161,38 @@ def character_classes(characters: np.ndarray) -> np.ndarray:
 def _classes(characters: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
     classes = np.zeros(len(characters), np.uint8)
     ranges = characters // _RANGE
-    for number in np.flatnonzero(np.bincount(ranges)).tolist():
-        chosen = ranges == number
-        classes[chosen] = range_classes(number)[characters[chosen] % _RANGE]
+    for index in np.flatnonzero(np.bincount(ranges)).tolist():
+        chosen = ranges == index
+        classes[chosen] = range_classes(index)[characters[chosen] % _RANGE]
     return classes
 
 
 @functools.cache
-def _gpt2_classes(number: int) -> np.ndarray:
+def _gpt2_classes(range_index: int) -> np.ndarray:
     """Return the classes of the range of code points with this index, as determined by the library's pre-tokenizer."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    text = "".join(_characters(number))
+    text = "".join(_characters(range_index))
     classes = np.zeros(_RANGE, np.uint8)
-    # The characters of a pre-token have one class: the class of the example that the first one joins.
+    # All characters of a pre-token have the class of the example with which the first one forms a pre-token.
     for _, (start, end) in split(text):
-        matches = [kind for kind, example in _EXAMPLES if len(split(example + text[start])) == 1]
+        matches = [example_class for example_class, example in _EXAMPLES if len(split(example + text[start])) == 1]
         classes[start:end] = matches[0] if matches else _OTHER_SPACE
     return classes
 
 
 @functools.cache
-def _bertrain_classes(number: int) -> np.ndarray:
+def _bertrain_classes(range_index: int) -> np.ndarray:
     """Like `_gpt2_classes`, for the splitter of `byte_level`: marks that join a preceding letter are `_JOINING`."""
-    classes = _gpt2_classes(number).copy()
-    marks, characters = np.flatnonzero(classes == MARK), _characters(number)
+    classes = _gpt2_classes(range_index).copy()
+    marks, characters = np.flatnonzero(classes == MARK), _characters(range_index)
     letters = "".join("a" + characters[mark] for mark in marks.tolist())
     starts = [start for _, (start, _) in bertrain_splitter().pre_tokenize_str(letters)]
     classes[np.delete(marks, [start // 2 for start in starts if start % 2])] = _JOINING
     return classes
 
 
-def _characters(number: int) -> list[str]:
-    characters = map(chr, range(number * _RANGE, (number + 1) * _RANGE))
+def _characters(range_index: int) -> list[str]:
+    characters = map(chr, range(range_index * _RANGE, (range_index + 1) * _RANGE))
     return ["?" if "\ud800" <= character <= "\udfff" else character for character in characters]
 
 

@@ -33,21 +33,21 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_bertrain_byte_level, joining_lines
+from pretrain.corpus.byte_level import is_bertrain_byte_level, with_joined_lines
 from pretrain.corpus.description import (
     WORK,
     check_line_breaks,
     check_weights,
-    configured_settings,
     configured_tokenizer,
     process_count,
+    tokenizer_config_of,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import PreparedCorpus, ReadingCounter
-from pretrain.corpus.formats import kinds_that_fit
+from pretrain.corpus.formats import kind_warnings
 from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
@@ -64,7 +64,7 @@ from pretrain.corpus.manifest import (
     split_by_source,
     try_read_manifest,
 )
-from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
+from pretrain.corpus.near_search import find_near_duplicates, load_near_duplicates
 from pretrain.corpus.parallel import Pool, result_of, stoppable
 from pretrain.corpus.released import encodes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
@@ -102,17 +102,17 @@ def prepare(
     import_named(config)
     check_weights(config)
     folder = config.corpus.folder
-    with sync_with_address(config.corpus) as stored:
+    with sync_with_address(config.corpus) as is_stored:
         if config.corpus.sources:
             bar = bar or StageBar(quiet=quiet)
-            return _Preparation(config, bar, tokenizer, declared or {}, count_readings, stored=stored).run()
+            return _Preparation(config, bar, tokenizer, declared or {}, count_readings, is_stored=is_stored).run()
         if (folder / MANIFEST).exists():
             return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
 
 
 class _Preparation:
-    """One run of `prepare`."""
+    """One call of `prepare`."""
 
     def __init__(
         self,
@@ -122,9 +122,9 @@ class _Preparation:
         declared: Mapping[str, Any],
         count_readings: ReadingCounter | None,
         *,
-        stored: bool,
+        is_stored: bool,
     ) -> None:
-        self._count_readings, self._stored = count_readings, stored
+        self._count_readings, self._is_stored = count_readings, is_stored
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = process_count(config)
@@ -133,7 +133,7 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._all_sources = tuple(corpus.sources)
-        known = known_at_addresses(self._folder, self._all_sources) if stored else {}
+        known = known_at_addresses(self._folder, self._all_sources) if is_stored else {}
         self._all_inputs = [
             [] if n in known else sources.find_inputs(s, f"corpus.sources.{n}") for n, s in enumerate(self._all_sources)
         ]
@@ -141,7 +141,7 @@ class _Preparation:
         self._sources, self._inputs = dict(enumerate(self._all_sources)), dict(enumerate(self._all_inputs))
         self._existing: ExistingCorpus | None = None  # the corpus to which the sources are added
         self._new_settings: dict[str, Any] = {}  # settings of the new sources
-        self._start_tokenizer, added_words = tokenizer, corpus.vocabulary.added_words
+        self._checkpoint_tokenizer, added_words = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or configured_tokenizer(corpus)
         if tokenizer is not None and added_words:
             check_extension(tokenizer, added_words)
@@ -151,7 +151,7 @@ class _Preparation:
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._tokenizer_config, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._tokenizer_config = dict(declared) if self._start_tokenizer else configured_settings(corpus)
+            self._tokenizer_config = dict(declared) if self._checkpoint_tokenizer else tokenizer_config_of(corpus)
             ids = special_ids(tokenizer, self._tokenizer_config)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
@@ -171,7 +171,7 @@ class _Preparation:
                 with stoppable(self._folder), self._bar:
                     self._extend()
             # Start the pool first: forked processes would inherit the lock and the signal handlers.
-            pool = self._pool()
+            pool = self._make_pool()
             with pool, self._locked_work(), stoppable(self._folder), self._bar:
                 # Another process may have finished the corpus in the meantime.
                 if self._manifest_bytes() == manifest or not self._is_finished():
@@ -196,35 +196,36 @@ class _Preparation:
             return False
         requested = self._all_sources, self._all_inputs, self._settings
         try:
-            if not self._stored:  # a stored corpus was verified when it was fetched, and its shards may not be local
+            if not self._is_stored:  # a stored corpus was verified when it was fetched, and its shards may not be local
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := try_read_manifest(self._folder):
-                numbers = match_sources(self._folder, manifest, *requested, vocabulary=self._start_tokenizer is None)
-                check_repeatable(manifest, numbers, error)
+                from_config = not self._checkpoint_tokenizer
+                indices = match_sources(self._folder, manifest, *requested, compare_vocabulary=from_config)
+                check_repeatable(manifest, indices, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
-        same_tokenizer = None if self._corpus.vocabulary.added_words else self._start_tokenizer
+        same_tokenizer = None if self._corpus.vocabulary.added_words else self._checkpoint_tokenizer
         manifest = read_manifest(self._folder)
         if same_tokenizer is not None:
             check_same_tokenizer(self._folder, same_tokenizer)
-        numbers = match_sources(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
+        indices = match_sources(self._folder, manifest, *requested, compare_vocabulary=same_tokenizer is None)
         stored_manifest = read_manifest(self._folder)
-        for source, number in zip(self._all_sources, numbers, strict=True):
-            if number < len(manifest["sources"]):
-                manifest["sources"][number] |= changeable_source_fields(source)
+        for source, index in zip(self._all_sources, indices, strict=True):
+            if index < len(manifest["sources"]):
+                manifest["sources"][index] |= changeable_source_fields(source)
         manifest["fingerprint"] = fingerprint(manifest)
         if manifest != stored_manifest:
             put_manifest(self._folder, manifest)
-        self._select_new(manifest, numbers)
+        self._select_new(manifest, indices)
         return not self._sources
 
-    def _select_new(self, manifest: dict[str, Any], numbers: list[int]) -> None:
-        """Select the new sources, which are prepared with the vocabulary of the corpus; see `match_sources`."""
+    def _select_new(self, manifest: dict[str, Any], corpus_indices: list[int]) -> None:
+        """Select the new sources, given the result of `match_sources`, to prepare them with the corpus's vocabulary."""
         count = len(manifest["sources"])
-        new = {number: index for index, number in enumerate(numbers) if number >= count}
-        self._sources = {number: self._all_sources[index] for number, index in new.items()}
-        self._inputs = {number: self._all_inputs[index] for number, index in new.items()}
+        new = {corpus_index: index for index, corpus_index in enumerate(corpus_indices) if corpus_index >= count}
+        self._sources = {corpus_index: self._all_sources[index] for corpus_index, index in new.items()}
+        self._inputs = {corpus_index: self._all_inputs[index] for corpus_index, index in new.items()}
         if not new:
             return
         self._existing, self._new_settings = ExistingCorpus(self._folder, manifest), {}
@@ -234,21 +235,21 @@ class _Preparation:
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._tokenizer_config).get("unk", -1)
         settings = split_by_source(self._settings)[1]
-        for number, index in new.items():
-            self._new_settings |= prefix_settings(number, settings[index])
+        for corpus_index, index in new.items():
+            self._new_settings |= prefix_settings(corpus_index, settings[index])
 
     def _run_stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
-        sizes = write_table(contamination, self._work_dir / TABLE) if contamination.sets else []
+        evaluation_sizes = write_table(contamination, self._work_dir / TABLE) if contamination.sets else []
         hashing = self._start_hashing(pool)
         summaries = self._read(pool)
         if self._existing and self._corpus.filters.near_duplicates.enabled:
             self._existing.link_sketches(self._work_dir)
-        trained = self._existing.training_hashes if self._existing else ()
-        precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, trained)
+        training_hashes = self._existing.training_hash_files if self._existing else ()
+        precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, training_hashes)
         find_near_duplicates(pool, self._work_dir, self._corpus.filters.near_duplicates, precedence, self._bar)
         hashes = self._finish_hashing(hashing)
-        tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
+        tokenizer = self._tokenizer or self._train_vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
         documents = self._documents(summaries)
@@ -273,7 +274,7 @@ class _Preparation:
             results=results,
             hashes=hashes,
             problems=self._problems,
-            evaluation_sizes=sizes,
+            evaluation_sizes=evaluation_sizes,
         )
         prepared.write(self._count_readings)
 
@@ -289,7 +290,7 @@ class _Preparation:
 
     def _check_kinds(self) -> None:
         """Warn if another kind fits plain text; raise `InputError` if no training text would be left."""
-        warnings, is_all_text = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
+        warnings, is_all_text = kind_warnings(self._sources, self._inputs, self._corpus.validation_fraction)
         if is_all_text and not self._existing:
             raise InputError(f"{' '.join(warnings)} Otherwise all documents are held out.")
         for warning in warnings:
@@ -299,19 +300,19 @@ class _Preparation:
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
         """Make a tokenizer that bertrain trained treat line breaks as spaces, unless the corpus keeps line breaks."""
-        return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
+        return tokenizer if self._corpus.line_breaks == "keep" else with_joined_lines(tokenizer)
 
-    def _pool(self) -> Pool:
-        trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
-        is_bertrain = trains_bytes or (self._tokenizer and is_bertrain_byte_level(json.loads(self._tokenizer.to_str())))
+    def _make_pool(self) -> Pool:
+        trains_bpe = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
+        is_bertrain = trains_bpe or (self._tokenizer and is_bertrain_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
-            work=str(self._work_dir),
+            work_dir=str(self._work_dir),
             lowercase=self._corpus.vocabulary.lowercase,
             fold=self._fold,
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
-            byte_level=trains_bytes,
+            byte_level=trains_bpe,
             released=self._released,
             joins_lines=bool(is_bertrain) and self._corpus.line_breaks != "keep",
             unknown_id=self._unknown_id,
@@ -335,7 +336,7 @@ class _Preparation:
 
     def _open_work(self) -> None:
         """Check that the work folder can be continued. Raises `InputError` if it was started with other settings."""
-        saved, existing = self._work_dir / "settings.json", self._existing
+        file, existing = self._work_dir / "settings.json", self._existing
         # Part files are named after their chunk, so chunks must not change.
         requested = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._fold:
@@ -346,18 +347,18 @@ class _Preparation:
             requested["texts"] = "whole"
         if existing:
             requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.identity}
-        started_with = _read_json(saved)
-        if started_with is not None and existing and started_with.get("grows") != requested["grows"]:
+        saved = _read_json(file)
+        if saved is not None and existing and saved.get("grows") != requested["grows"]:
             # The files are left from preparing the existing corpus, or from adding other sources.
             for path in set(self._work_dir.iterdir()) - {self._work_dir / stages.LOCK}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            started_with = None
-        if started_with is None:
+            saved = None
+        if saved is None:
             if existing:
                 existing.save_old_card(self._work_dir)
-            write_json(saved, requested)
+            write_json(file, requested)
         else:
-            refuse_changes(self._work_dir if existing else self._folder, started_with, requested)
+            refuse_changes(self._work_dir if existing else self._folder, saved, requested)
 
     def _remove_leftovers(self) -> None:
         """Delete the incomplete files of killed processes."""
@@ -369,7 +370,7 @@ class _Preparation:
     def _read(self, pool: Pool) -> list[ChunkSummary]:
         """Write the part files of all chunks; return a summary of each chunk, in the order of the corpus."""
         summaries: list[ChunkSummary] = []
-        examples: collections.Counter[tuple[str, str]] = collections.Counter()
+        example_counts: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
         total = self._input_bytes()
         for inputs in self._inputs.values():
@@ -380,10 +381,10 @@ class _Preparation:
                 for summary in chunk_summaries:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(ChunkSummary(**summary))
-                    summaries[-1].drop_surplus(examples, seen)
+                    summaries[-1].drop_surplus(example_counts, seen)
                 advance(chunk.bytes)
-        for number, source in self._sources.items():
-            if not any(summary.documents for summary in summaries if summary.source == number):
+        for index, source in self._sources.items():
+            if not any(summary.documents for summary in summaries if summary.source == index):
                 self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
         return summaries
 
@@ -391,10 +392,10 @@ class _Preparation:
         return sum(item.bytes for inputs in self._inputs.values() for item in inputs)
 
     def _chunks(self) -> Iterator[tuple[Chunk]]:
-        for number, source in self._sources.items():
-            for input_number, item in enumerate(self._inputs[number]):
+        for index, source in self._sources.items():
+            for input_index, item in enumerate(self._inputs[index]):
                 # Do not send text to a cluster: the task that prepares a stream reads the file.
-                for chunk in sources.cut(source, number, input_number, item, defer_streams=bool(self._address)):
+                for chunk in sources.cut(source, index, input_index, item, defer_streams=bool(self._address)):
                     yield (chunk,)
 
     def _load_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:
@@ -405,24 +406,24 @@ class _Preparation:
         """Start hashing the input files in the background; return (position in `_inputs`, input, future result)."""
         known = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
         return [
-            (number, item, pool.submit(stages.hash_files, (item.paths,)))
-            for number, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
+            (index, item, pool.submit(stages.hash_files, (item.paths,)))
+            for index, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
             for item in inputs
-            if not item.is_remote and not hashes.keys() >= set(item.paths)
+            if not item.is_on_hub and not hashes.keys() >= set(item.paths)
         ]
 
     def _finish_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
         """Return {path: SHA-256} of the input files of each source, in order."""
         hashes = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
-            for number, item, result in hashing:
-                hashes[number] |= dict(zip(item.paths, result_of(result), strict=True))
+            for index, item, result in hashing:
+                hashes[index] |= dict(zip(item.paths, result_of(result), strict=True))
                 advance(item.bytes)
         if hashing:
             write_json(self._work_dir / "hashes.json", hashes)
         return hashes
 
-    def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
+    def _train_vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
         """Train a vocabulary on kept documents with the lowest hashes, at most VOCABULARY_TRAINING_BYTES of text."""
         path = self._work_dir / stages.TOKENIZER
         if path.exists():
@@ -450,12 +451,12 @@ class _Preparation:
 
     @property
     def _held_out(self) -> dict[int, str]:
-        return {number: source_name(source) for number, source in self._sources.items() if source.held_out}
+        return {index: source_name(source) for index, source in self._sources.items() if source.held_out}
 
     def _documents(self, summaries: list[ChunkSummary]) -> Documents:
-        near = near_duplicates(self._work_dir, self._corpus.filters.near_duplicates)
+        near = load_near_duplicates(self._work_dir, self._corpus.filters.near_duplicates)
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
-        known = self._existing.hashes if self._existing else ()
+        known = self._existing.hash_files if self._existing else ()
         try:
             return Documents.load(self._work_dir, summaries, fraction, self._held_out, near, faults, known)
         except InputError:

@@ -10,8 +10,8 @@ from pretrain.corpus import bzip2, inputs
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, SourceReader, Span, compression
 from pretrain.corpus.streams import TextStream, is_utf16
 
-MAX_RECORD_BYTES = 512 << 20  # a larger record means that the file has a different format
-BZIP2_CHUNK_BYTES = 2 << 20  # compressed bytes per chunk
+MAX_RECORD_BYTES = 512 << 20  # maximum size of a record; a larger one means that the file has another format
+BZIP2_CHUNK_BYTES = 2 << 20  # compressed bytes per chunk of a .bz2 file
 STREAM_READ_BYTES = 1 << 18  # bytes per read of a file that is read in order
 
 
@@ -19,7 +19,7 @@ class RecordReader(SourceReader):
     """Reader of files of consecutive records. A kind of source defines the marker at the start of a record."""
 
     record_start: ClassVar[bytes]
-    previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the previous record
+    previous_bytes: ClassVar[int] = 0  # number of bytes of `record_start` that belong to the previous record
     cuts_bzip2: ClassVar[bool] = False  # whether ranges of a .bz2 file of several streams are read separately
 
     def is_stream(self, item: Input) -> bool:
@@ -56,7 +56,7 @@ class RecordReader(SourceReader):
                         del buffer[:last]
                     searched = len(buffer)
                 if searched > MAX_RECORD_BYTES:
-                    raise self._no_records(path)
+                    raise self._no_record_error(path)
             if buffer:
                 yield bytes(buffer), raw.tell()
         if stream.fault:
@@ -73,7 +73,7 @@ class RecordReader(SourceReader):
                 return bzip2.read_records(text, chunk, self.record_start, problems)
             start, end = self.next_record(text, chunk.start), self.next_record(text, chunk.end)
             if end - start > MAX_RECORD_BYTES:
-                raise self._no_records(path)
+                raise self._no_record_error(path)
             return text[start:end]
 
     def last_record(self, text: bytearray) -> int:
@@ -88,10 +88,10 @@ class RecordReader(SourceReader):
         start = text.find(self.record_start, position - self.previous_bytes)
         return len(text) if start < 0 else start + self.previous_bytes
 
-    def _no_records(self, path: Path) -> InputError:
-        token = self.record_start.decode().strip() or "line end"
+    def _no_record_error(self, path: Path) -> InputError:
+        marker = self.record_start.decode().strip() or "line end"
         return InputError(
-            f"{path}: no {token!r} in {MAX_RECORD_BYTES >> 20} MB. Check that the file is of kind {self.config.kind}."
+            f"{path}: no {marker!r} in {MAX_RECORD_BYTES >> 20} MB. Check that the file is of kind {self.config.kind}."
         )
 
 

@@ -1,8 +1,8 @@
 """Determine the kind of a tokenizer, and how documents are encoded with it.
 
-`wordpiece` is BERT's, `byte_bpe` any byte-level BPE, `released` every other tokenizer.json, such as the Unigram of
-XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Every tokenizer is used unchanged. If it is exactly BERT's
-(`is_bert`), documents are encoded word by word (`tokenize`), otherwise as a whole (`whole_documents`).
+The kind is `wordpiece` for BERT's, `byte_bpe` for any byte-level BPE, and `released` for every other tokenizer.json,
+such as the Unigram of XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Every tokenizer is used unchanged. If it is
+exactly BERT's (`is_bert`), documents are encoded word by word (`tokenize`), else as a whole (`whole_documents`).
 """
 
 import json
@@ -18,7 +18,7 @@ from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_COMPONENTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
-_TEST_TEXT = "a\n    b\n\tc\n\n\nd  e\r\n"  # line breaks, indentation and runs of spaces, as in code
+_TEST_TEXT = "a\n    b\n\tc\n\n\nd  e\r\n"  # text with line breaks, indentation and runs of spaces, as in code
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
@@ -29,7 +29,7 @@ def kind_of(tokenizer: Tokenizer) -> str:
 
 
 def encodes_whole_documents(tokenizer: Tokenizer) -> bool:
-    """Return whether whole documents are encoded, which is necessary unless the tokenizer is exactly BERT's."""
+    """Return whether documents must be encoded as a whole, since the tokenizer is not exactly BERT's."""
     return not isinstance(tokenizer.model, models.WordPiece) or not is_bert(json.loads(tokenizer.to_str()))
 
 
@@ -103,8 +103,8 @@ def tokenizer_class_name(folder: Path) -> tuple[Path, str]:
 def reject_python_tokenizer(folder: Path) -> None:
     """Raise `InputError` if a model's `folder` needs a tokenizer in Python, which its files do not fully describe.
 
-    tokenizer_config.json or config.json names the class. Of an object `auto_map`, only the key AutoTokenizer counts; in
-    older tokenizer_config.json files, `auto_map` may be the tokenizer's class itself.
+    tokenizer_config.json or config.json names the class. If `auto_map` is an object, only its key AutoTokenizer counts;
+    in older tokenizer_config.json files, `auto_map` may be the tokenizer's class itself.
     """
     for name in _CONFIGS:
         config = _read_object(folder / name)

@@ -1,8 +1,8 @@
-"""Sampled documents, to check at the end of `prepare` that tokenizer.json gives the stored tokens.
+"""Samples of documents, to check at the end of `prepare` that tokenizer.json gives the stored tokens.
 
-A process that reads documents saves some of them next to each part file. The process that writes a shard locates them
-in the shard. At the end, the coordinating process reads their tokens from the shard and encodes the documents again.
-The cost is bounded for any size of corpus.
+A process that reads documents saves some of them next to each part file. The process that writes a shard looks up their
+indices in the shard. At the end, the coordinating process reads their tokens from the shard and encodes the documents
+again. The cost is bounded for any size of corpus.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from pretrain.corpus.whole_documents import without_special
 
 MAX_PARTS = 32  # maximum part files of a source from which a shard takes sampled documents
 _MAX_PER_PART = 16  # maximum sampled documents per part file
-_LONG_CHARACTERS = 1 << 13  # longer documents are only sampled if there are no shorter ones
+_LONG_CHARACTERS = 1 << 13  # length above which a document is only sampled if all are longer
 _MIN_CHARACTERS, _MAX_CHARACTERS = 1 << 14, 1 << 16  # bounds of the number of characters in the sample of a shard
 _TOKENS_PER_CHARACTER = 1 << 9  # number of tokens in a shard per character in its sample, within these bounds
 _SUFFIX = ".sample"
@@ -38,8 +38,8 @@ def choose(texts: Sequence[str]) -> list[int]:
 
 
 def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Save the `sample`, (hash, string) of documents, next to the part file at `path`, without any that occur twice."""
-    rows = [[*hashed.tolist(), text] for hashed, text in sample if len(_find(part, hashed)) == 1]
+    """Save the `sample`, (hash, string) of documents, next to the part file at `path`, except repeated documents."""
+    rows = [[*digest.tolist(), text] for digest, text in sample if len(_find(part, digest)) == 1]
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
@@ -47,17 +47,17 @@ def load(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     """Return (string, hash) of the sampled documents in `part`, which was loaded from the part file at `path`."""
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    sampled = [(text, np.array(hashed, np.uint64)) for *hashed, text in rows]
-    return [(text, hashed) for text, hashed in sampled if len(_find(part, hashed))]
+    sampled = [(text, np.array(digest, np.uint64)) for *digest, text in rows]
+    return [(text, digest) for text, digest in sampled if len(_find(part, digest))]
 
 
 def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
     """Limit the sample to documents that are cheap to compare, at least one; return (string, index in the shard)."""
     budget = min(max(len(part.items) // _TOKENS_PER_CHARACTER, _MIN_CHARACTERS), _MAX_CHARACTERS)
     selected: list[tuple[str, int]] = []
-    for text, hashed in sampled:
+    for text, digest in sampled:
         if not selected or len(text) <= budget:
-            selected.append((text, int(_find(part, hashed)[0])))
+            selected.append((text, int(_find(part, digest)[0])))
             budget -= len(text)
     return selected
 
@@ -78,15 +78,15 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> Non
         if ids != stored:
             first = [token_id == stored_id for token_id, stored_id in itertools.zip_longest(ids, stored)].index(False)
             start = encoding.offsets[first][0] if first < len(ids) else len(text)
-            names = [list(map(tokenizer.id_to_token, tokens[first : first + _MAX_SHOWN])) for tokens in (stored, ids)]
+            shown = [list(map(tokenizer.id_to_token, tokens[first : first + _MAX_SHOWN])) for tokens in (stored, ids)]
             raise InputError(
                 f"{where}: the corpus and its tokenizer.json give a document different tokens, at "
-                f"{text[max(0, start - 20) : start + 40]!r}: {names[0]} and {names[1]}. Prepare it into "
+                f"{text[max(0, start - 20) : start + 40]!r}: {shown[0]} and {shown[1]}. Prepare it into "
                 "another corpus.dir; if that does not help, choose another vocabulary, and report this line with the "
                 "tokenizer."
             )
 
 
-def _find(part: Part, hashed: np.ndarray) -> np.ndarray:
-    """Return the indices of the documents with this hash."""
-    return np.flatnonzero((part.documents["hash"] == hashed).all(1))
+def _find(part: Part, digest: np.ndarray) -> np.ndarray:
+    """Return the indices of the documents with the hash `digest`, uint64 [2]."""
+    return np.flatnonzero((part.documents["hash"] == digest).all(1))

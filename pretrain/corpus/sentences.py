@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean length; quotations in longer sentences are split
-_QUOTATION_MARKS = dict.fromkeys('"“”„«»‘’', " ")
-# Full stops of Tibetan and Khmer, which sentencex does not support -> a full stop that it supports.
+_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean length; longer sentences are split inside quotations
+_QUOTATION_MARKS = dict.fromkeys('"“”„«»‘’', " ")  # quotation mark -> a space
+# Full stop of Tibetan or Khmer, which sentencex does not support -> a full stop that it supports.
 _FULL_STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
 _BATCH_CHARACTERS = 2 << 20  # characters processed together; a larger batch does not fit in the CPU cache
 
@@ -48,14 +48,14 @@ def split_sentences(document: str, language: str) -> list[str]:
     words in novels. Long sentences are therefore split again without the marks; likewise, if a document has full stops
     that sentencex does not support, all sentences are split again with supported ones.
     """
-    replaced, max_characters = _QUOTATION_MARKS, _LONG_SENTENCE_CHARACTERS
+    replacements, max_characters = _QUOTATION_MARKS, _LONG_SENTENCE_CHARACTERS
     if not document.isascii() and any(stop in document for stop in _FULL_STOPS):
-        replaced, max_characters = _QUOTATION_MARKS | _FULL_STOPS, 0
+        replacements, max_characters = _QUOTATION_MARKS | _FULL_STOPS, 0
     sentences = _segment(language, document.replace("\n", "\n\n"))
     result, copied = [], 0
     for index in [n for n, sentence in enumerate(sentences) if len(sentence) > max_characters]:
         result += sentences[copied:index]  # most sentences are short, and are copied many at a time
-        result += _split_again(sentences[index], language, replaced)
+        result += _split_again(sentences[index], language, replacements)
         copied = index + 1
     return result + sentences[copied:]
 
@@ -91,7 +91,7 @@ def locate_sentences(sentences: Sequence[str], text: str) -> list[int]:
 
 
 def line_starts(document: str) -> list[int]:
-    """Like `sentence_starts`, for a document in which each line is a sentence."""
+    """Return the same as `sentence_starts` for a document in which each line is a sentence."""
     starts, offset = [], 0
     for line in document.split("\n"):
         if line.strip():
@@ -106,18 +106,18 @@ def _segment(language: str, text: str) -> list[str]:
     return sentencex.segment(language, text)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _split_again(sentence: str, language: str, replaced: Mapping[str, str]) -> list[str]:
-    """Split `sentence` where sentencex splits it once the characters `replaced` are replaced.
+def _split_again(sentence: str, language: str, replacements: Mapping[str, str]) -> list[str]:
+    """Split `sentence` where sentencex splits the result of `replacements`, which keep the length.
 
     Opening quotation marks stay with the quotation.
     """
-    changed = sentence
-    for mark, replacement in replaced.items():  # 18 times as fast as str.translate on text beyond ASCII
-        changed = changed.replace(mark, replacement)
-    if changed is sentence:  # str.replace returns the same object if nothing is replaced
+    replaced = sentence
+    for mark, replacement in replacements.items():  # 18 times as fast as str.translate on text beyond ASCII
+        replaced = replaced.replace(mark, replacement)
+    if replaced is sentence:  # str.replace returns the same object if nothing is replaced
         return [sentence]
-    cuts = list(itertools.accumulate(len(part) for part in _segment(language, changed)))[:-1]
+    cuts = list(itertools.accumulate(len(part) for part in _segment(language, replaced)))[:-1]
     for index, cut in enumerate(cuts):
-        if changed[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
+        if replaced[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
             cuts[index] = cut - 1
     return [sentence[start:end] for start, end in itertools.pairwise([0, *cuts, len(sentence)])]

@@ -33,7 +33,7 @@ from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
 FOLDED = "folded"  # key of the manifest: document hashes ignore case and accents if the vocabulary does
-_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and maximum blocks, in `some_tokens`
+_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and number of sampled blocks, in `some_tokens`
 _VERIFIED = ".proven.json"  # file that records which files of the folder were verified
 _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"
@@ -96,7 +96,7 @@ class TokenShards:
                 for start in range(0, len(shard.tokens), _BATCH_TOKENS):
                     yield shard.tokens[start : start + _BATCH_TOKENS]
             elif index % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
-                lease = shard.cache.hold(shard.cache.numbers(np.array([index]), np.array([0])))
+                lease = shard.cache.hold(shard.cache.global_indices(np.array([index]), np.array([0])))
                 yield shard.tokens[: int(shard.blocks["end"][0])]
                 del lease
 
@@ -162,7 +162,7 @@ def verify_shards(folder: Path) -> None:
         verified = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         verified = {}
-    states = {name: [entry["sha256"], *_stat(folder / name)] for name, entry in manifest["files"].items()}
+    states = {name: [entry["sha256"], *_file_state(folder / name)] for name, entry in manifest["files"].items()}
     for name, state in states.items():
         if verified.get(name) != state and sha256_file(folder / name) != state[0]:
             raise InputError(
@@ -176,7 +176,7 @@ def verify_shards(folder: Path) -> None:
 
 def source_fingerprints(manifest: dict[str, Any]) -> tuple[str, ...]:
     """Return the fingerprint of each source in a manifest, in order."""
-    return tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"])))
+    return tuple(source_fingerprint(manifest, index) for index in range(len(manifest["sources"])))
 
 
 def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
@@ -188,7 +188,7 @@ def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def _stat(path: Path) -> list[int]:
+def _file_state(path: Path) -> list[int]:
     """Return the size, modification time and inode of a file."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
@@ -313,8 +313,8 @@ class ShardWriter:
         self._files["documents"].write(
             np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
         )
-        for number, array in enumerate((tokens, sentence_tokens, document_sentences)):
-            self._written[number] += len(array)
+        for index, array in enumerate((tokens, sentence_tokens, document_sentences)):
+            self._written[index] += len(array)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None

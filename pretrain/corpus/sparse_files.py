@@ -44,14 +44,14 @@ def write_all(writes: Sequence[tuple[int, bytes, int]]) -> None:
 
 
 def punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
-    """Free a range of a file. Raises `MachineError`, which names `folder`, if its file system does not support this."""
+    """Free a range of a file in `folder`. Raises `MachineError` if the file system does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
     if libc.fallocate(ctypes.c_int(descriptor), *arguments):
-        number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+        error_code = ctypes.get_errno()
+        if error_code in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise MachineError(
                 f"{folder}: its file system cannot free parts of files, which corpus.cache needs. "
                 "Set BERTRAIN_CACHE to a folder on a disk of this machine (ext4, xfs, btrfs or tmpfs)."
             )
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_code, os.strerror(error_code))

@@ -20,29 +20,29 @@ _NAMES = {
     "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
-_OTHER_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # alternative keys in tokenizer_config.json
+_ALTERNATIVE_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # role -> alternative key in tokenizer_config.json
 
 
 def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
-    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one of each. For other
-    roles, the token is the one that `declared` (tokenizer_config.json) names, or else the first known name among the
-    entries.
+    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one at each end. For other
+    roles, it is the token that `declared` (tokenizer_config.json) names or, failing that, the entry with the first
+    known name.
     """
     ids = _surrounding_ids(tokenizer)
     for role in ROLES:
         names = (*_declared_names(role, declared or {}), *_NAMES[role])
-        numbers = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
-        if role not in ids and numbers:
-            ids[role] = numbers[0]
+        named_ids = [token_id for name in names if (token_id := tokenizer.token_to_id(name)) is not None]
+        if role not in ids and named_ids:
+            ids[role] = named_ids[0]
     return {role: ids[role] for role in ROLES if role in ids}
 
 
 def special_added_ids(folder: Path) -> list[int]:
     """Return the ids of all tokens that the tokenizer.json in `folder` marks as special, with or without a role."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return [token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
 
 def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
@@ -82,7 +82,7 @@ def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _declared_names(role: str, declared: Mapping[str, Any]) -> list[str]:
     """Return the names of a role's token in tokenizer_config.json, where a token may be a string or an object."""
-    keys = (f"{role}_token", *([_OTHER_KEYS[role]] if role in _OTHER_KEYS else []))
+    keys = (f"{role}_token", *([_ALTERNATIVE_KEYS[role]] if role in _ALTERNATIVE_KEYS else []))
     tokens = (declared.get(key) for key in keys)
     names = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return [name for name in names if isinstance(name, str)]

@@ -1,7 +1,7 @@
 """Splitters cut documents into pieces that a tokenizer encodes independently, so each distinct piece is encoded once.
 
 Gpt2Splitter    splits with the regular expression of GPT-2 or of `byte_level`: for byte-level BPE
-WordSplitter    splits at white space: for Metaspace before every word, as in XLM-R and DeBERTa-v3
+WordSplitter    splits at white space: for Metaspace marks before every word, as in XLM-R and DeBERTa-v3
 RunSplitter     splits before spaces and around line breaks and tabs: for BPE over whole documents, as in Gemma, mmBERT
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_level import is_bertrain_byte_level, step_types
+from pretrain.corpus.byte_level import component_types, is_bertrain_byte_level
 from pretrain.corpus.pieces import Bounds, DocumentPieces, bertrain_bounds, document_pieces, gpt2_bounds
 from pretrain.corpus.tokenize import BytePairs, WordTable, WordTokens
 
@@ -26,17 +26,17 @@ _END_OF_PIECE = "\0"
 _WORD_NORMALIZERS = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
 _TEST_TEXT = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
 # Precompiled normalizes graphemes. These characters form a grapheme with a space before (_JOINS_BEFORE) or after them
-# (_JOINS_AFTER). Characters of category M also do with a space before, characters of category Cf with either.
+# (_JOINS_AFTER). So do characters of category M with a space before them, and of category Cf with one on either side.
 _JOINS_BEFORE = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
 _JOINS_AFTER = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
-_WORDS_PER_STRING = 100  # words that the library encodes in one string
+_WORDS_PER_STRING = 100  # number of words that are joined into one string
 
 
 class Gpt2Splitter:
     """Splitter for a byte-level BPE.
 
-    `piece_tokens`: tokens of the pieces; None without a vocabulary. `adds_space`: whether a document that starts with
-    another character gets a space before it. `keep_lines`: whether line breaks are tokens. `bounds`: finds the pieces.
+    `piece_tokens`: tokens of the pieces; None without a vocabulary. `adds_space`: whether documents that do not start
+    with a space get one. `keep_lines`: whether line breaks are tokens. `bounds`: as in `document_pieces`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Gpt2Splitter:
         """Make the splitter for a vocabulary that bertrain trained (`byte_level`)."""
         return cls(piece_tokens, adds_space=True, keep_lines=keep_lines, bounds=bertrain_bounds)
 
-    def fits(self, text: str) -> bool:
+    def can_split(self, text: str) -> bool:
         """Return whether a document may be cut into pieces. It must not contain added tokens."""
         if not self._keep_lines and "\n" in text:
             return False
@@ -66,11 +66,11 @@ class Gpt2Splitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         """Cut documents into pieces; arguments as in `document_pieces`."""
         spaced, shifted = [], []
-        for text, sentences in zip(texts, starts, strict=True):
-            # As in pre_tokenizers/byte_level.rs of `tokenizers`.
+        for text, offsets in zip(texts, starts, strict=True):
+            # Add a space as in pre_tokenizers/byte_level.rs of `tokenizers`.
             space = self._adds_space and not text.startswith(" ")
             spaced.append(" " + text if space else text)
-            shifted.append(np.asarray(sentences) + space * (np.arange(len(sentences)) > 0))
+            shifted.append(np.asarray(offsets) + space * (np.arange(len(offsets)) > 0))
         return document_pieces(spaced, shifted, table, self._bounds)
 
     def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ class WordSplitter:
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self.piece_tokens = _LibraryPieces(tokenizer, table)
 
-    def fits(self, text: str) -> bool:
+    def can_split(self, text: str) -> bool:
         return _MARK not in text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
@@ -96,7 +96,7 @@ class WordSplitter:
 
 
 class RunSplitter:
-    """Splitter before spaces and around runs of one of `run_characters`, line breaks and tabs that are added tokens."""
+    """Splitter before spaces and around runs of a line break or tab that is an added token (`run_characters`)."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, run_characters: str) -> None:
         self.piece_tokens = _LibraryPieces(tokenizer, table)
@@ -105,7 +105,7 @@ class RunSplitter:
         for index, character in enumerate(run_characters):
             self._classes[ord(character)] = _RUN + index
 
-    def fits(self, text: str) -> bool:
+    def can_split(self, text: str) -> bool:
         return _MARK not in text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
@@ -115,13 +115,13 @@ class RunSplitter:
         return np.ones(len(pieces), bool)
 
     def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        kinds = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
-        current, previous = kinds[1:], kinds[:-1]
+        classes = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
+        current, previous = classes[1:], classes[:-1]
         may_start = (current >= _RUN) | (previous >= _RUN) | (previous == _END) | (current == _SPACE)
         is_start = (current != previous) & may_start
-        first = np.flatnonzero(is_start & (current != _END)) + 1
+        starts = np.flatnonzero(is_start & (current != _END)) + 1
         edges = np.flatnonzero(is_start | (current == _END)) + 1
-        return first, edges[np.searchsorted(edges, first, side="right")]
+        return starts, edges[np.searchsorted(edges, starts, side="right")]
 
 
 _END, _SPACE, _OTHER, _RUN = range(4)
@@ -129,20 +129,20 @@ Splitter = Gpt2Splitter | WordSplitter | RunSplitter
 
 
 def splitter_for(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
-    """Return the splitter for a tokenizer; None if documents cannot be split. `table` assigns numbers to pieces."""
-    described = json.loads(tokenizer.to_str())
-    cut = described["pre_tokenizer"] or {}
-    if is_bertrain_byte_level(described):
-        keep_lines = described["normalizer"] is None
+    """Return the splitter for a tokenizer; None if documents cannot be split. `table` is the table of pieces."""
+    spec = json.loads(tokenizer.to_str())
+    pre_tokenizer = spec["pre_tokenizer"] or {}
+    if is_bertrain_byte_level(spec):
+        keep_lines = spec["normalizer"] is None
         return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), keep_lines=keep_lines)
-    if _splits_as_gpt2(described):
-        adds_space = bool(cut.get("add_prefix_space"))
+    if _splits_as_gpt2(spec):
+        adds_space = bool(pre_tokenizer.get("add_prefix_space"))
         return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_space=adds_space)
     splitter: Splitter | None = None
-    if _splits_at_spaces(described) and _splits_at_all_spaces(tokenizer):
+    if _splits_at_spaces(spec) and _splits_at_all_spaces(tokenizer):
         splitter = WordSplitter(tokenizer, table)
-    elif _joins_no_words(described):
-        splitter = RunSplitter(tokenizer, table, line_tokens(described))
+    elif _joins_no_words(spec):
+        splitter = RunSplitter(tokenizer, table, line_tokens(spec))
     if splitter is None:
         return None
     pieces = splitter.cut([_TEST_TEXT], [[0]], table).pieces
@@ -151,9 +151,9 @@ def splitter_for(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
     return splitter if agrees else None
 
 
-def line_tokens(described: dict[str, Any]) -> str:
+def line_tokens(spec: dict[str, Any]) -> str:
     """Return which of line feed, tab and carriage return are added tokens; runs of them may be, too."""
-    added = {token["content"] for token in described["added_tokens"] if _is_literal(token)}
+    added = {token["content"] for token in spec["added_tokens"] if _is_literal(token)}
     return "".join(character for character in "\n\t\r" if character in added)
 
 
@@ -162,29 +162,29 @@ def _is_literal(token: dict[str, Any]) -> bool:
     return not any(token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"))
 
 
-def _splits_as_gpt2(described: dict[str, Any]) -> bool:
+def _splits_as_gpt2(spec: dict[str, Any]) -> bool:
     """Return whether documents without added tokens can be cut like in GPT-2, unless NFC changes them."""
-    cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
-    if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
+    step, entries = spec["pre_tokenizer"], spec["model"]["vocab"]
+    if spec["model"]["type"] != "BPE" or not step or step["type"] != "ByteLevel" or not step["use_regex"]:
         return False
     # `PieceEncoder` separates pieces by the first id after the vocabulary, which must therefore have no gaps.
-    return max(entries.values()) < len(entries) and (described["normalizer"] or {}).get("type") in (None, "NFC")
+    return max(entries.values()) < len(entries) and (spec["normalizer"] or {}).get("type") in (None, "NFC")
 
 
-def _splits_at_spaces(described: dict[str, Any]) -> bool:
+def _splits_at_spaces(spec: dict[str, Any]) -> bool:
     """Return whether words separated by spaces are encoded independently, each with a mark before it."""
-    normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
+    normalizers = (spec["normalizer"] or {}).get("normalizers", [spec["normalizer"]])
     steps = [step for step in normalizers if step is not None]
     if not all(step["type"] in _WORD_NORMALIZERS and _changes_words_only(step) for step in steps):
         return False
-    cut = described["pre_tokenizer"] or {}
-    *before, last = cut.get("pretokenizers", [cut])
+    pre_tokenizer = spec["pre_tokenizer"] or {}
+    *first, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     return (
         last.get("type") == "Metaspace"
         and last["replacement"] == _MARK
         and last["prepend_scheme"] == "always"
         and last["split"]
-        and all(step["type"] == "WhitespaceSplit" for step in before)
+        and all(step["type"] == "WhitespaceSplit" for step in first)
     )
 
 
@@ -203,28 +203,28 @@ def _changes_words_only(normalizer: dict[str, Any]) -> bool:
     return normalizer["pattern"] == {"Regex": " {2,}"} and normalizer["content"] == " "
 
 
-def _joins_no_words(described: dict[str, Any]) -> bool:
+def _joins_no_words(spec: dict[str, Any]) -> bool:
     """Return whether this is a BPE over whole documents in which no token has a space after another character."""
-    model, normalizer = described["model"], described["normalizer"] or {}
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != spaces:
+    model, normalizer = spec["model"], spec["normalizer"] or {}
+    space_marker = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    if component_types(spec) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != space_marker:
         return False
     # Splitting at spaces has no effect, since the normalizer has replaced them.
-    cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}
-    if cut["pattern"] != {"String": " "} or any(" " in token["content"] for token in described["added_tokens"]):
+    pre_tokenizer = spec["pre_tokenizer"] or {"pattern": {"String": " "}}
+    if pre_tokenizer["pattern"] != {"String": " "} or any(" " in token["content"] for token in spec["added_tokens"]):
         return False
     bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # unknown bytes would be merged
-    inner = re.compile(f"[^{_MARK}]{_MARK}")
-    return model["byte_fallback"] and bytes_known and not any(map(inner.search, model["vocab"]))
+    inner_space = re.compile(f"[^{_MARK}]{_MARK}")
+    return model["byte_fallback"] and bytes_known and not any(map(inner_space.search, model["vocab"]))
 
 
 def _word_bounds(raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    solid = np.frombuffer(raw.translate(_SOLID), bool)
-    first = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
-    return first, np.flatnonzero(solid[:-1] & ~solid[1:]) + 1
+    is_solid = np.frombuffer(raw.translate(_IS_SOLID), bool)
+    starts = np.flatnonzero(is_solid[1:] & ~is_solid[:-1]) + 1
+    return starts, np.flatnonzero(is_solid[:-1] & ~is_solid[1:]) + 1
 
 
-_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+_IS_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 
 class _LibraryPieces(WordTokens):
@@ -236,7 +236,7 @@ class _LibraryPieces(WordTokens):
         self._tokenizer.encode_special_tokens = True
         # Encode many pieces in one string, which is twice as fast as one by one.
         self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
-        self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
+        self._end_id = self._tokenizer.token_to_id(_END_OF_PIECE)
         self._no_space = np.zeros(0, bool)
 
     def has_no_space(self, pieces: np.ndarray) -> np.ndarray:
@@ -244,15 +244,15 @@ class _LibraryPieces(WordTokens):
         self._extend()
         return self._no_space[pieces]
 
-    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        words = [word.decode() for word in self._table.words(numbers)]
+    def _encode(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        words = [word.decode() for word in self._table.words(indices)]
         self._no_space = np.append(self._no_space, [self._is_word(word) for word in words])
         starts = range(0, len(words), _WORDS_PER_STRING)
-        strings = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_STRING], "")) for first in starts]
+        strings = [_END_OF_PIECE.join((*words[start : start + _WORDS_PER_STRING], "")) for start in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
-        ends = tokens == self._end
-        return np.bincount(np.cumsum(ends)[~ends], minlength=len(words)), tokens[~ends]
+        is_end = tokens == self._end_id
+        return np.bincount(np.cumsum(is_end)[~is_end], minlength=len(words)), tokens[~is_end]
 
     def _is_word(self, text: str) -> bool:
         if text.isascii() and text.isalnum():

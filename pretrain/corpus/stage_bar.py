@@ -30,8 +30,8 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         seconds = task.finished_time if task.finished_time is not None else task.elapsed or 0.0
         done = task.fields["done"]
-        known = done and seconds >= _SETTLING_SECONDS
-        return Text(f"{decimal(int(done / seconds))}/s" if known else "", style="progress.data.speed")
+        is_known = done and seconds >= _SETTLING_SECONDS
+        return Text(f"{decimal(int(done / seconds))}/s" if is_known else "", style="progress.data.speed")
 
 
 class StageBar:

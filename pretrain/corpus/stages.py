@@ -49,9 +49,9 @@ _PART_BYTES = 32 << 20  # maximum text per part file
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """The settings of a process. If no vocabulary is given, words are tokenized in a later stage."""
+    """The settings of a preparation process. If no vocabulary is given, words are tokenized in a later stage."""
 
-    work: str  # folder of the part files and of the trained tokenizer
+    work_dir: str  # folder of the part files and of the trained tokenizer
     lowercase: bool
     language: str
     min_document_words: int
@@ -62,7 +62,7 @@ class PreparationSettings:
     joins_lines: bool = False  # whether line breaks in whole documents become spaces
     unknown_id: int = -1  # id of the unknown token in the given vocabulary
     filters: FiltersConfig = field(default_factory=FiltersConfig)
-    address: str = ""  # address at which each shard is stored as soon as it is written
+    address: str = ""  # address at which each shard is stored as soon as it is written; "" for none
 
 
 # ---------------------------------------------------------------- the process
@@ -73,15 +73,15 @@ class _ProcessState:
 
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
-        self.work = Path(settings.work)
-        self.filters = Filters(settings.filters, self.work)
+        self.work_dir = Path(settings.work_dir)
+        self.filters = Filters(settings.filters, self.work_dir)
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.is_remote = False  # on a cluster, whose machines may not see the coordinating process's files
+        self.is_on_cluster = False  # whether this is a task on a cluster, which may not see the coordinator's files
         self._tokenizer = tokenizer
-        self._words: WordTokens | None = None
-        self._documents: DocumentEncoder | None = None
+        self._word_tokens: WordTokens | None = None
+        self._document_encoder: DocumentEncoder | None = None
         if tokenizer is not None:
             self.load_tokenizer()  # early, while the coordinating process is still busy
 
@@ -94,30 +94,30 @@ class _ProcessState:
 
     def word_tokens(self) -> WordTokens:
         """Return the tokens of the words in `table`."""
-        if self._words is None:
+        if self._word_tokens is None:
             tokenizer = self._load()
             self.unknown_id = special_ids(tokenizer)["unk"]
             tokens_class = BytePairs if self.settings.byte_level else WordPieces
-            self._words = tokens_class(tokenizer, self.table)
-        return self._words
+            self._word_tokens = tokens_class(tokenizer, self.table)
+        return self._word_tokens
 
     def document_encoder(self) -> DocumentEncoder:
         """Return the encoder of whole documents, for a released tokenizer."""
-        if self._documents is None:
+        if self._document_encoder is None:
             self.unknown_id = self.settings.unknown_id
-            self._documents = DocumentEncoder(self._load(), self.table)
-        return self._documents
+            self._document_encoder = DocumentEncoder(self._load(), self.table)
+        return self._document_encoder
 
     def _load(self) -> Tokenizer:
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
+            self._tokenizer = Tokenizer.from_file(str(self.work_dir / TOKENIZER))
         self.dtype = token_dtype(vocabulary_size(self._tokenizer))
         return self._tokenizer
 
     def limit_table(self) -> None:
         """Start a new table of words if the current one is too large."""
         if self.table.size > MAX_TABLE_WORDS:
-            self.table, self._words, self._documents = WordTable(), None, None
+            self.table, self._word_tokens, self._document_encoder = WordTable(), None, None
 
 
 _process: _ProcessState | None = None
@@ -130,7 +130,7 @@ STOP = signal.SIGUSR1
 _is_running = _is_stopped = False
 
 
-def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a child process. STOP interrupts this call and all later ones; no file is left incomplete."""
     global _is_running
     _is_running = True
@@ -172,8 +172,8 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
     global _process
     _disable_threads()
     _process = _ProcessState(settings, tokenizer)
-    _process.is_remote = True
-    _check_visible([str(_process.work / LOCK)])
+    _process.is_on_cluster = True
+    _check_visible([str(_process.work_dir / LOCK)])
 
 
 def _disable_threads() -> None:
@@ -184,7 +184,7 @@ def _disable_threads() -> None:
 
 def _check_visible(paths: Sequence[str]) -> None:
     """Raise `MachineError` if this machine does not see a file of the coordinating process."""
-    if not _state().is_remote:
+    if not _state().is_on_cluster:
         return
     for path in paths:
         if not path.startswith("hub:") and not Path(path).exists():
@@ -219,8 +219,8 @@ def read(chunk: Chunk) -> list[dict[str, Any]]:
     _check_visible(chunk.paths)
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
-    work = _state().work
-    return [load_summary(work, piece) or _read_chunk(piece) for piece in cut_stream(chunk)]
+    work_dir = _state().work_dir
+    return [load_summary(work_dir, inner) or _read_chunk(inner) for inner in cut_stream(chunk)]
 
 
 def load_summary(work_dir: Path, chunk: Chunk) -> dict[str, Any] | None:
@@ -237,24 +237,24 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
     names: list[str] = []
     batches: list[Part] = []
     sample: list[tuple[np.ndarray, str]] = []
-    read = size = 0
+    document_count = size = 0
 
     def flush() -> None:
         nonlocal size
         part = _join_batches(batches, state)
         if len(part.documents):
             names.append(f"{chunk.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
-            samples.save(state.work / names[-1], part, sample)
-            part.reorder(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
+            path = state.work_dir / names[-1]
+            samples.save(path, part, sample)
+            part.reorder(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(path)
             if part.sketches:  # in the order of the input: the first of two near-duplicates is kept
-                path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
-                part.sketches.save(path, part.documents["hash"])
+                part.sketches.save(path.with_suffix(near_duplicates.SUFFIX), part.documents["hash"])
         batches.clear()
         size = 0
         state.limit_table()
 
     for texts in batches_of(documents(chunk, problems)):
-        read += len(texts)
+        document_count += len(texts)
         texts, sketches = state.filters.keep(texts, report)
         if not texts:
             continue
@@ -269,19 +269,19 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
         flush()
     summary = {
         "source": chunk.source,
-        "documents": read,
+        "documents": document_count,
         "parts": names,
         "problems": problems.entries(),
         "filtered": report.entries(),
         "seen": sorted(report.seen),
         "left_out": problems.skip_counts,
     }
-    write_json(state.work / f"{chunk.name}.json", summary)
+    write_json(state.work_dir / f"{chunk.name}.json", summary)
     return summary
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """Count the words of the documents selected by the packed bits `keep`; return distinct words and their counts."""
+    """Count the words of the documents that the packed bits `keep` select; return distinct words and their counts."""
     chosen = _load_documents(part, keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)
@@ -289,20 +289,20 @@ def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
 
 
 def tokenize_part(part: str, words_part: str) -> None:
-    """Convert the part file `words_part`, of word numbers, to the part file `part`, of token ids."""
+    """Convert the part file `words_part`, of word indices, to the part file `part`, of token ids."""
     state = _state()
-    if (state.work / part).exists():
+    if (state.work_dir / part).exists():
         return  # a cluster may repeat a call after its input was deleted
     state.limit_table()
-    words = Part.load(state.work / words_part)
-    numbers = state.table.intern_words(words.distinct)[words.items]
-    _tokenize(numbers, words, state)[0].save(state.work / part)
+    words = Part.load(state.work_dir / words_part)
+    indices = state.table.intern_words(words.distinct)[words.items]
+    _tokenize(indices, words, state)[0].save(state.work_dir / part)
 
 
 def write_shard(name: str, document_range: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write a shard with the documents in a range of part files, in random order.
 
-    Return file hashes, the address at which the files were stored, the index of unknown tokens, sampled documents, and
+    Return file hashes, the address at which the files were stored, the number of unknown tokens, sampled documents, and
     histograms of tokens per document and sentence. The result is also saved in the work folder to mark the shard done.
     """
     state = _state()
@@ -320,7 +320,7 @@ def write_shard(name: str, document_range: DocumentRange, totals: dict[str, int]
         "samples": samples.limit_sample(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
-    write_json(state.work / f"{name}.shard.json", result)
+    write_json(state.work_dir / f"{name}.shard.json", result)
     return result
 
 
@@ -334,7 +334,7 @@ def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
         for name in names:
             objects.upload(folder / name, join(address, name))
     except AccessError:
-        if not state.is_remote:
+        if not state.is_on_cluster:
             raise
         return ""  # the coordinating process has access, and stores the shard at the end
     return address
@@ -342,13 +342,13 @@ def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
 
 def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
     """Return a range of documents, read from part files, in random order, and the sampled documents among them."""
-    work = _state().work
+    work_dir = _state().work_dir
     parts: list[Part] = []
     sampled: list[tuple[str, np.ndarray]] = []
-    for index, (name, numbers) in enumerate(document_range.documents(work)):
-        if len(numbers):
-            parts.append(Part.load_some(work / name, numbers))
-            sampled += samples.load(work / name, parts[-1]) if index < samples.MAX_PARTS else []
+    for part_index, (name, indices) in enumerate(document_range.documents(work_dir)):
+        if len(indices):
+            parts.append(Part.load_some(work_dir / name, indices))
+            sampled += samples.load(work_dir / name, parts[-1]) if part_index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
         np.concatenate([part.sentence_items for part in parts]),
@@ -360,15 +360,15 @@ def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np
 
 def _load_documents(name: str, bits: np.ndarray) -> Part:
     """Load the documents of a part file that are selected by packed `bits`."""
-    part = Part.load(_state().work / name)
+    part = Part.load(_state().work_dir / name)
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
-def find_pairs(name: str, band: int, share: int, shares: int, precedence: near_duplicates.Precedence) -> None:
+def find_pairs(name: str, band: int, share: int, share_count: int, precedence: near_duplicates.Precedence) -> None:
     """Call `near_duplicates.find_pairs`; write the result to the file `name` in the work folder."""
     state = _state()
     threshold = state.settings.filters.near_duplicates.threshold
-    near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold, precedence)
+    near_duplicates.find_pairs(state.work_dir, state.work_dir / name, band, share, share_count, threshold, precedence)
 
 
 def hash_files(paths: Sequence[str]) -> list[str]:
@@ -378,7 +378,7 @@ def hash_files(paths: Sequence[str]) -> list[str]:
 
 
 def _histogram(lengths: np.ndarray) -> np.ndarray:
-    """Count the lengths by their index of bits, int64 [HISTOGRAM_BINS]."""
+    """Count the lengths by their number of bits, int64 [HISTOGRAM_BINS]."""
     bits = np.frexp(lengths.astype(np.float64))[1]
     return np.bincount(bits, minlength=HISTOGRAM_BINS)
 
@@ -458,7 +458,7 @@ def _join_batches(batches: list[Part], state: _ProcessState) -> Part:
 
 
 def _part_of_words(cut: CutWords) -> Part:
-    """Convert cut words to a part whose items are word numbers in the process's table."""
+    """Convert cut words to a part whose items are word indices in the process's table."""
     table = np.zeros(len(cut.hashes), DOCUMENT)
     table["hash"] = cut.hashes
     table["sentences"] = np.diff(cut.documents)
@@ -468,22 +468,22 @@ def _part_of_words(cut: CutWords) -> Part:
 
 
 def _renumber(part: Part, table: WordTable) -> Part:
-    """Convert the items of a part from numbers in the process's table to indices of the part's distinct words."""
+    """Convert the items of a part from indices in the process's table to indices of the part's distinct words."""
     used = np.zeros(table.size, bool)
     used[part.items] = True
-    new_number = (np.cumsum(used) - 1).astype(np.uint32)
-    return replace(part, items=new_number[part.items], distinct=table.words(np.flatnonzero(used)))
+    new_index = (np.cumsum(used) - 1).astype(np.uint32)
+    return replace(part, items=new_index[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
-def _tokenize(numbers: np.ndarray, words: Part, state: _ProcessState) -> tuple[Part, np.ndarray]:
-    """Tokenize the part `words`; `numbers` has the word index of each item in the process's table.
+def _tokenize(word_indices: np.ndarray, words: Part, state: _ProcessState) -> tuple[Part, np.ndarray]:
+    """Tokenize the part `words`; `word_indices` has the index of each item in the process's table of words.
 
     Sentences and documents without tokens, which have only control characters, are dropped. Return the part of tokens,
     and which documents are kept, bool [D].
     """
-    known = state.word_tokens()
+    word_tokens = state.word_tokens()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
-    tokens, token_offsets = known.tokens(numbers, offsets, state.dtype)
+    tokens, token_offsets = word_tokens.tokens(word_indices, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)
     table = words.documents.copy()
     sentences_before = np.concatenate([[0], np.cumsum(table["sentences"], dtype=np.int64)])

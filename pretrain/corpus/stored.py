@@ -33,9 +33,9 @@ from pretrain.corpus.shards import (
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
+_STREAMED_ARRAYS = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
 _SIGNATURE_FILES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # of documents; only for `prepare`
-_SMALL_FETCHES = 16  # number of simultaneous fetches of block tables, which have a few kilobytes each
+_MAX_FETCHES = 16  # maximum simultaneous fetches of block tables, which have a few kilobytes each
 _STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks of a streamed corpus
 
 
@@ -54,8 +54,8 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
         objects = ObjectStore()
-        skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURE_FILES)
-        folders.fetch(corpus.dir, objects, exclude=skipped, concurrency=_SMALL_FETCHES, advice=advice)
+        skipped = (*_STREAMED_ARRAYS, *_SIGNATURE_FILES)
+        folders.fetch(corpus.dir, objects, exclude=skipped, concurrency=_MAX_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.folder_lock(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
@@ -147,7 +147,7 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
     """Fetch the files that preparing a corpus at an address needs; after the `with` block, store the corpus there.
 
-    Yields whether the address already has a corpus, whose tokens are not fetched.
+    Yields whether the address already has a corpus; its tokens are not fetched.
 
     Raises `InputError` if the address is not writable, `MachineError` if another machine stores a corpus meanwhile.
     """
@@ -172,9 +172,9 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
                 f"{corpus.dir}: another machine stored a corpus there in the meantime, so this one was not stored. Run "
                 "the command again to add the missing sources to the stored corpus."
             )
-        lost = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
+        restored = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
-        print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(lost)}" if lost else ""))
+        print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(restored)}" if restored else ""))
         stored = (corpus.folder / MANIFEST).read_bytes()
     finally:
         local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
@@ -183,7 +183,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the folder has all files of the corpus with this manifest; it may also have further sources."""
+    """Return whether the folder has all files of the corpus with this manifest, possibly with further sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.files_of(manifest)
@@ -191,7 +191,7 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
 
 
 def _remove_outdated(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder whose content differs from this manifest."""
+    """Remove the files of a folder whose content is not as stated in this manifest."""
     local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
@@ -200,7 +200,7 @@ def _remove_outdated(folder: Path, manifest: bytes) -> None:
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
-    """Store the numbers of samples per block, so that a streaming machine need not read all document offsets."""
+    """Store the number of samples of each block, so that a streaming machine need not read all document offsets."""
     local = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
     remote = objects.listing(join(corpus.dir, COUNTS)) if local else {}

@@ -24,7 +24,7 @@ class TextStream(io.RawIOBase):
         super().__init__()
         self.fault = ""
         self._stream: Any = COMPRESSED[compression(path)](raw) if compression(path) else raw
-        self._ready = b""
+        self._buffer = b""
         self._decoder: codecs.IncrementalDecoder | None = None
         self._is_started = self._is_at_end = False
 
@@ -46,14 +46,14 @@ class TextStream(io.RawIOBase):
 
     def _read_some(self, max_bytes: int) -> bytes:
         """Return between 1 and `max_bytes` bytes, or b"" at the end of the file."""
-        while not self._ready and not self._is_at_end:
-            self._ready = self._read_next(max(len(_BYTE_ORDER_MARKS[0]), min(max_bytes, READ_BYTES)))
-        result, self._ready = self._ready[:max_bytes], self._ready[max_bytes:]
+        while not self._buffer and not self._is_at_end:
+            self._buffer = self._read_next(max(len(_BYTE_ORDER_MARKS[0]), min(max_bytes, READ_BYTES)))
+        result, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
         return result
 
     def _read_next(self, max_bytes: int) -> bytes:
         try:
-            # `read` of a compressed file would lose the bytes before the damage.
+            # `read1`, since `read` of a compressed file would lose the bytes before the damage.
             read: bytes = self._stream.read1(max_bytes)
         except READ_ERRORS as error:
             self.fault, read = one_line(error), b""

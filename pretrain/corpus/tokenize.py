@@ -30,7 +30,7 @@ MAX_TABLE_WORDS = 1 << 20  # maximum words in a table, about 80 MB; then the pro
 _CAPACITY = 40_000  # initial capacity for words of up to 8 bytes, and of up to 16 bytes: 4 MB
 END_OF_DOCUMENT = "\0"
 
-# Classes of bytes. Classes from _WORD on are parts of words; the first byte of an ideograph has a separate class.
+# Classes of bytes. Bytes of classes from _WORD on are parts of words; _IDEOGRAPH is the first byte of an ideograph.
 _SPACE, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
 PADDING = 16  # zero bytes after the data, so that 16 bytes can be read at any word
 
@@ -60,7 +60,7 @@ _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks 
 class CutWords:
     """A batch of D documents with S sentences and W words.
 
-    words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first word;
+    words int32 [W], indices in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first word;
     documents int64 [D+1], index of each document's first sentence; document_words int64 [D], number of words as in
     `word_counts`; document_bytes int64 [D]; hashes uint64 [D, 2], 128-bit hashes of the normalized documents.
     Sentences have at least one word; documents may be empty.
@@ -79,14 +79,14 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     # Lowercasing ASCII first halves the number of distinct words; BertNormalizer changes these bytes in the same way.
     text = raw.translate(_LOWER) if lowercase else raw
-    kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
-    starts, ends, spaced_starts = _word_bounds(kinds, np.frombuffer(text, np.uint8))
+    classes = np.frombuffer(text.translate(_CLASSES), np.uint8)
+    starts, ends, spaced_starts = _word_bounds(classes, np.frombuffer(text, np.uint8))
     words = table.intern(np.frombuffer(text + bytes(PADDING), np.uint8), starts, ends - starts)
 
-    line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
+    line_ends = np.flatnonzero((classes == _SENTENCE_END) | (classes == _DOCUMENT_END))
     words_before = np.searchsorted(starts, line_ends)
     filled = np.diff(words_before, prepend=0) > 0
-    document_ends = kinds[line_ends] == _DOCUMENT_END
+    document_ends = classes[line_ends] == _DOCUMENT_END
     text_ends = line_ends[document_ends]
     return CutWords(
         words=words,
@@ -98,27 +98,27 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
     )
 
 
-def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bounds of words, and the starts of words separated by white space. The last byte is a NUL."""
-    in_word, mark = kinds >= _WORD, kinds == _PUNCTUATION
-    starts, ends, solid = mark.copy(), mark.copy(), in_word | mark
+def _word_bounds(classes: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the bounds of words, and the starts of words separated by white space. The last byte must be a NUL."""
+    in_word, is_mark = classes >= _WORD, classes == _PUNCTUATION
+    starts, ends, is_solid = is_mark.copy(), is_mark.copy(), in_word | is_mark
     starts[0] |= in_word[0]
     starts[1:] |= in_word[1:] & ~in_word[:-1]
     ends[:-1] |= in_word[:-1] & ~in_word[1:]
     # Each ideograph, of 3 bytes, is a separate word (google-research/bert tokenization.py, _tokenize_chinese_chars).
-    leads = np.flatnonzero(kinds == _IDEOGRAPH)
+    leads = np.flatnonzero(classes == _IDEOGRAPH)
     leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams
     starts[leads] = ends[leads + 2] = True
     starts[leads + 3] |= in_word[leads + 3]
     before = leads[leads > 0] - 1
     ends[before] |= in_word[before]
-    is_spaced_start = solid.copy()
-    is_spaced_start[1:] &= ~solid[:-1]
+    is_spaced_start = is_solid.copy()
+    is_spaced_start[1:] &= ~is_solid[:-1]
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(is_spaced_start)
 
 
 def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
-    """Return the BLAKE2b of each document in NFC, uint64 [count, 2], without white space and the differences `fold`."""
+    """Return a hash of each document in NFC, uint64 [count, 2]. It ignores white space and the differences `fold`."""
     stripped = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
     if fold and not stripped.isascii():
         stripped = b"".join(_folded_runs(stripped, fold))
@@ -154,7 +154,7 @@ def _accents() -> re.Pattern[str]:
 
 
 class WordTable:
-    """Assigns numbers 0, 1, 2, ... to distinct words in order of arrival; a word is a string of bytes without NUL."""
+    """Assigns indices 0, 1, 2, ... to distinct words in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
         self._short = KeyTable(1, capacity=_CAPACITY)  # up to 8 bytes: the word is the 64-bit key
@@ -165,57 +165,57 @@ class WordTable:
         self.size = 0
 
     def intern(self, buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the numbers of words `buffer[start : start + length]`, int32; 16 bytes must follow the last start."""
-        numbers = np.empty(len(starts), np.int32)
-        at_byte = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
+        """Return the indices of words `buffer[start : start + length]`, int32; 16 bytes must follow the last start."""
+        indices = np.empty(len(starts), np.int32)
+        uint64_at = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
-        key = at_byte[starts[short]] & _LOW_BYTES[lengths[short]]
-        numbers[short] = self._lookup(self._short, [key])
+        key = uint64_at[starts[short]] & _LOW_BYTES[lengths[short]]
+        indices[short] = self._lookup(self._short, [key])
         middle = np.flatnonzero((lengths > 8) & (lengths <= 16))
         if middle.size:
             offsets = starts[middle]
-            keys = [at_byte[offsets], at_byte[offsets + 8] & _LOW_BYTES[lengths[middle] - 8]]
-            numbers[middle] = self._lookup(self._middle, keys)
+            keys = [uint64_at[offsets], uint64_at[offsets + 8] & _LOW_BYTES[lengths[middle] - 8]]
+            indices[middle] = self._lookup(self._middle, keys)
         for n in np.flatnonzero(lengths > 16):
-            numbers[n] = self._intern_long(buffer[starts[n] : starts[n] + lengths[n]].tobytes())
-        return numbers
+            indices[n] = self._intern_long(buffer[starts[n] : starts[n] + lengths[n]].tobytes())
+        return indices
 
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
-        """Return the numbers of `words`, int32."""
+        """Return the indices of `words`, int32."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         buffer = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
-    def words(self, numbers: np.ndarray) -> list[bytes]:
-        """Return the words with the given numbers."""
-        words = self._words[numbers].tolist()
+    def words(self, indices: np.ndarray) -> list[bytes]:
+        """Return the words with the given indices."""
+        words = self._words[indices].tolist()
         if self._long_words:
-            words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
+            words = [self._long_words.get(n, word) for n, word in zip(indices.tolist(), words, strict=True)]
         return words  # pyright: ignore[reportReturnType]
 
-    def letters(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the words with the given numbers, padded with zeros, uint8 [words, 16]; longer words are all zero."""
-        return self._words[numbers].view(np.uint8).reshape(-1, 16)
+    def padded_words(self, indices: np.ndarray) -> np.ndarray:
+        """Return the words with the given indices, padded with zeros, uint8 [words, 16]; longer words are all zero."""
+        return self._words[indices].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
-        numbers, new_keys = table.lookup(keys, self.size)
+        indices, new_keys = table.find_or_insert(keys, self.size)
         added = len(new_keys[0])
         if added:
             self._reserve(added)
             packed = np.zeros((added, 2), "<u8")
-            for number, key in enumerate(new_keys):
-                packed[:, number] = key
+            for column, key in enumerate(new_keys):
+                packed[:, column] = key
             self._words[self.size : self.size + added] = packed.view("S16")[:, 0]
             self.size += added
-        return numbers
+        return indices
 
     def _intern_long(self, word: bytes) -> int:
-        number = self._long.setdefault(word, self.size)
-        if number == self.size:
+        index = self._long.setdefault(word, self.size)
+        if index == self.size:
             self._reserve(1)
-            self._long_words[number] = word
+            self._long_words[index] = word
             self.size += 1
-        return number
+        return index
 
     def _reserve(self, count: int) -> None:
         needed = self.size + count
@@ -228,7 +228,7 @@ class WordTokens:
 
     def __init__(self, table: WordTable) -> None:
         self._table = table
-        self._words = self._pooled = 0  # number of encoded words, and of tokens in the pool
+        self._word_count = self._pool_size = 0  # number of encoded words, and of tokens in the pool
         self._first_tokens = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
         self._counts = np.zeros(0, np.int32)  # number of tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
@@ -252,7 +252,7 @@ class WordTokens:
 
     def _extend(self) -> None:
         """Tokenize the words that were added to the table since the last call."""
-        known, size = self._words, self._table.size
+        known, size = self._word_count, self._table.size
         if known == size:
             return
         counts, tokens = self._encode(np.arange(known, size))
@@ -261,12 +261,12 @@ class WordTokens:
         first_tokens[counts > 0] = tokens[starts[counts > 0]]
         self._first_tokens = _append(self._first_tokens, known, first_tokens)
         self._counts = _append(self._counts, known, counts)
-        self._offsets = _append(self._offsets, known, self._pooled + starts)
-        self._pool = _append(self._pool, self._pooled, tokens)
-        self._words, self._pooled = size, self._pooled + len(tokens)
+        self._offsets = _append(self._offsets, known, self._pool_size + starts)
+        self._pool = _append(self._pool, self._pool_size, tokens)
+        self._word_count, self._pool_size = size, self._pool_size + len(tokens)
 
-    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of tokens per word, concatenated tokens) of the words with these numbers."""
+    def _encode(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of tokens per word, concatenated tokens) of the words with these indices."""
         raise NotImplementedError
 
 
@@ -278,20 +278,20 @@ class WordPieces(WordTokens):
         self._trie = TokenTrie(tokenizer)
         self._library = _LibraryWords(tokenizer)
 
-    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of tokens per word, concatenated tokens) of the words with these numbers.
+    def _encode(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of tokens per word, concatenated tokens) of the words with these indices.
 
         Words of printable ASCII are looked up in the trie: BERT's normalizer does not change them, and ASCII marks are
         already separate words. All others, one in nine, are encoded by the library.
         """
-        letters = self._table.letters(numbers)
-        plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
+        characters = self._table.padded_words(indices)
+        plain = (characters[:, 0] != 0) & (((characters > 32) & (characters < 127)) | (characters == 0)).all(1)
         in_trie, others = np.flatnonzero(plain), np.flatnonzero(~plain)
-        trie_words, trie_tokens = self._trie.tokenize(letters[in_trie])
-        other_words, other_tokens = self._library.tokens(self._table.words(numbers[others]))
+        trie_words, trie_tokens = self._trie.tokenize(characters[in_trie])
+        other_words, other_tokens = self._library.tokens(self._table.words(indices[others]))
         words = np.concatenate([in_trie[trie_words], others[other_words]])
         tokens = np.concatenate([trie_tokens, other_tokens])
-        return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
+        return np.bincount(words, minlength=len(indices)), tokens[np.argsort(words, kind="stable")]
 
 
 class BytePairs(WordTokens):
@@ -301,8 +301,8 @@ class BytePairs(WordTokens):
         super().__init__(table)
         self._encoder = byte_level.PieceEncoder(tokenizer)
 
-    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        counts, tokens = self._encoder.encode(self._table.words(numbers))
+    def _encode(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts, tokens = self._encoder.encode(self._table.words(indices))
         return counts, tokens
 
 
@@ -330,15 +330,15 @@ class _LibraryWords:
             with_separator = {**vocabulary, self._SEPARATOR: len(vocabulary)}
             tokenizer = bert_tokenizer(with_separator, tokenizer.normalizer)  # pyright: ignore[reportArgumentType]
         self._tokenizer = tokenizer
-        self._separator = tokenizer.token_to_id(self._SEPARATOR)
+        self._separator_id = tokenizer.token_to_id(self._SEPARATOR)
 
     def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of its word and the id of each token. Words contain no spaces; an ASCII mark is a word."""
+        """Return the word index and the id of each token. Words contain no spaces; ASCII marks are separate words."""
         strings = [b"|".join((*batch, b"")).decode() for batch in _batched(words, self._WORDS_PER_STRING)]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
-        ends = tokens == self._separator
-        return np.cumsum(ends)[~ends], tokens[~ends]
+        is_end = tokens == self._separator_id
+        return np.cumsum(is_end)[~is_end], tokens[~is_end]
 
 
 def _batched(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:

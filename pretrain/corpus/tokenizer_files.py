@@ -41,7 +41,7 @@ def load_vocabulary(
 def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
     """Load the tokenizer of a folder, or of its tokenizer.json or vocab.txt, with the settings in the folder's files.
 
-    `casing` has settings for a vocab.txt that the files lack; by default, they are inferred from the entries.
+    `casing` has settings for a vocab.txt, for which the files may have none; by default, the entries determine them.
     Truncation and padding are disabled. Raises errors like `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
@@ -58,14 +58,14 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
         _check_class(folder, _BYTE_PAIRS)
         tokenizer = _from_merges(folder, declared)
     else:
-        raise InputError(_missing(folder))
+        raise InputError(_missing_message(folder))
     _add_tokens(tokenizer, folder, declared)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _missing(folder: Path) -> str:
+def _missing_message(folder: Path) -> str:
     model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
     if model is not None:
         return (
@@ -86,17 +86,17 @@ _WORD_PIECES = (
 _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
 
 
-def _check_class(folder: Path, known: tuple[str, ...]) -> None:
-    """Raise `InputError` if the class is not in `known`: it may split text in a way that the files do not describe."""
+def _check_class(folder: Path, supported: tuple[str, ...]) -> None:
+    """Raise `InputError` if the class is not `supported`: it may split text in a way that the files do not describe."""
     path, name = tokenizer_class_name(folder)
-    if name and class_stem(name) not in known:
+    if name and class_stem(name) not in supported:
         raise InputError(
-            f"{path}: tokenizer_class is {name}, which does not tokenize like {known[0]}, and there is no "
+            f"{path}: tokenizer_class is {name}, which does not tokenize like {supported[0]}, and there is no "
             "tokenizer.json. Write one with transformers (save_pretrained of a fast tokenizer)."
         )
 
 
-# Flags of tokenizer_config.json -> fields of tokenizers' BertNormalizer.
+# Flag in tokenizer_config.json -> field of BertNormalizer in `tokenizers`.
 CASING = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -108,13 +108,13 @@ def declared_types(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json and check types. A null counts as missing, except for strip_accents."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
-    for name, kinds in _KINDS.items():
-        if declared.get(name) is not None and not isinstance(declared[name], kinds):
+    for name, types in _TYPES.items():
+        if declared.get(name) is not None and not isinstance(declared[name], types):
             raise InputError(f"{path}: {name} is {declared[name]!r}. Download it again.")
     return {name: value for name, value in declared.items() if value is not None or name == "strip_accents"}
 
 
-_KINDS = {
+_TYPES = {
     **dict.fromkeys(CASING, (bool,)),
     "model_max_length": (int, float),
     "added_tokens_decoder": (dict,),
@@ -127,30 +127,31 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
 
     Existing tokens get the flags in `added_tokens_decoder`, as in transformers.
     """
-    path, config, special_map = (
+    added_file, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
-    described = declared.get("added_tokens_decoder", {})
+    decoder = declared.get("added_tokens_decoder", {})
     token_ids = {
-        token: _number(number, token, path) for token, number in (read_json(path) if path.is_file() else {}).items()
+        token: _checked_id(value, token, added_file)
+        for token, value in (read_json(added_file) if added_file.is_file() else {}).items()
     }
     flags: dict[str, dict[str, Any]] = {}
-    for number, token in described.items():
-        token_ids[_content(token, config)] = _number(number, token, config)
+    for value, token in decoder.items():
+        token_ids[_content(token, config)] = _checked_id(value, token, config)
         flags[_content(token, config)] = token if isinstance(token, dict) else {}
-    marked = [token for token in described.values() if isinstance(token, dict) and token.get("special")]
+    marked = [token for token in decoder.values() if isinstance(token, dict) and token.get("special")]
     specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
     if special_map.is_file():
         specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token, number in sorted(token_ids.items(), key=lambda item: item[1]):
-        if token in known and not flags.get(token):
+    existing = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token, token_id in sorted(token_ids.items(), key=lambda item: item[1]):
+        if token in existing and not flags.get(token):
             continue
         expected = tokenizer.token_to_id(token)
         expected = vocabulary_size(tokenizer) if expected is None else expected
-        if number != expected and token not in known:
+        if token_id != expected and token not in existing:
             raise InputError(
-                f"{folder}: the added token {token!r} has the id {number}, but the next free one is {expected}. Add "
+                f"{folder}: the added token {token!r} has the id {token_id}, but the next free one is {expected}. Add "
                 "the model's own tokenizer files to the folder."
             )
         declared_flags = {flag: flags.get(token, {})[flag] for flag in _FLAGS if flag in flags.get(token, {})}
@@ -239,13 +240,13 @@ def _content(token: Any, path: Path) -> str:
     return text
 
 
-def _number(number: Any, token: Any, path: Path) -> int:
-    """Return the id of a token in the file `path`."""
-    if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
-        return int(number)
-    raise InputError(f"{path}: the token {_shorten(token)} has the id {_shorten(number)}. Download it again.")
+def _checked_id(value: Any, token: Any, path: Path) -> int:
+    """Return the id of a token in the file `path`. Raises `InputError` if `value` is not an id."""
+    if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
+        return int(value)
+    raise InputError(f"{path}: the token {_shorten(token)} has the id {_shorten(value)}. Download it again.")
 
 
 def _shorten(value: Any) -> str:
-    """Format a wrong value for a message."""
+    """Return the shortened repr of a wrong value, for a message."""
     return shorten(repr(value), 60)

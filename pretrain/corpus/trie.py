@@ -1,49 +1,49 @@
-"""Vectorized WordPiece for plain ASCII words: all words traverse a trie of the vocabulary, one letter per step."""
+"""Vectorized WordPiece for plain ASCII words: all words traverse a trie of the vocabulary, one character per step."""
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.corpus.keytable import KeyTable
 
-MAX_LETTERS = 16  # maximum letters of a word, and therefore of a token
-# Root nodes: for tokens that start a word, and for tokens that continue one ("##ing").
+MAX_CHARACTERS = 16  # maximum characters of a word, and therefore of a token
+# Root nodes of the tokens that start a word, and of the tokens that continue one ("##ing").
 _START, _CONTINUATION = 1, 2
 
 
 class TokenTrie:
-    """The ASCII tokens of a BERT vocabulary, as a hash table from (node, letter) to the next node."""
+    """The ASCII tokens of a BERT vocabulary, as a hash table from (node, character) to the next node."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        self._unknown = vocabulary["[UNK]"]
-        tokens = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_LETTERS]
-        letters = np.array([token.removeprefix("##").encode() for token in tokens], f"S{MAX_LETTERS}")
-        letters = letters.view(np.uint8).reshape(-1, MAX_LETTERS)
+        self._unknown_id = vocabulary["[UNK]"]
+        tokens = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_CHARACTERS]
+        characters = np.array([token.removeprefix("##").encode() for token in tokens], f"S{MAX_CHARACTERS}")
+        characters = characters.view(np.uint8).reshape(-1, MAX_CHARACTERS)
         nodes = np.array([_CONTINUATION if token.startswith("##") else _START for token in tokens])
         self._next, size = KeyTable(1, capacity=2 * len(tokens)), 3
-        for position in range(MAX_LETTERS):
-            active = np.flatnonzero(letters[:, position])
-            children, new = self._next.lookup([_edges(nodes[active], letters[active, position])], size)
+        for position in range(MAX_CHARACTERS):
+            active = np.flatnonzero(characters[:, position])
+            children, new = self._next.find_or_insert([_edges(nodes[active], characters[active, position])], size)
             nodes[active] = children
             size += len(new[0])
         self._tokens = np.full(size, -1, np.int32)  # the token that ends at each node
         self._tokens[nodes] = [vocabulary[token] for token in tokens]
 
-    def tokenize(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of its word and the id of each token, by repeatedly taking the longest match in a word.
+    def tokenize(self, characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the word index and the id of each token, by repeatedly taking the longest match in each word.
 
-        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the whole
-        word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
+        characters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the
+        whole word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
         """
-        lengths = np.count_nonzero(letters, axis=1)
-        letters = np.pad(letters, ((0, 0), (0, 1)))  # a zero follows the last letter, and no edge has it
-        words = np.arange(len(letters))
-        # For each unfinished word: its index, node, number of letters read, longest token so far, end of this token.
+        lengths = np.count_nonzero(characters, axis=1)
+        characters = np.pad(characters, ((0, 0), (0, 1)))  # a zero follows the last character, and no edge has it
+        words = np.arange(len(characters))
+        # For each unfinished word: its index, node, number of characters read, longest token so far, end of this token.
         states = np.stack([words, *np.tile([[_START], [0], [-1], [0]], len(words))])
         matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
         while states.size:
             word, node, read, token, end = states
-            node[:], ended = self._next.find([_edges(node, letters[word, read])])
+            node[:], ended = self._next.find([_edges(node, characters[word, read])])
             node[ended] = 0
             read += 1
             at_token = np.flatnonzero(self._tokens[node] >= 0)
@@ -59,14 +59,14 @@ class TokenTrie:
             is_active[ended[end[ended] == lengths[word[ended]]]] = False
             states = states[:, is_active]
         unmatched = np.concatenate(unknown)
-        of_word, tokens = np.concatenate(matched, axis=1)
-        known = ~np.isin(of_word, unmatched)
+        word_indices, tokens = np.concatenate(matched, axis=1)
+        is_known = ~np.isin(word_indices, unmatched)
         return (
-            np.concatenate([of_word[known], unmatched]),
-            np.concatenate([tokens[known], np.full(len(unmatched), self._unknown)]),
+            np.concatenate([word_indices[is_known], unmatched]),
+            np.concatenate([tokens[is_known], np.full(len(unmatched), self._unknown_id)]),
         )
 
 
-def _edges(nodes: np.ndarray, letters: np.ndarray) -> np.ndarray:
+def _edges(nodes: np.ndarray, characters: np.ndarray) -> np.ndarray:
     """Return the keys of edges in the hash table; they are never 0, because no node is 0."""
-    return (nodes.astype(np.uint64) << np.uint64(8)) | letters.astype(np.uint64)
+    return (nodes.astype(np.uint64) << np.uint64(8)) | characters.astype(np.uint64)

@@ -17,7 +17,7 @@ from pretrain.corpus.byte_level import is_byte_level, repeat_words, train_byte_l
 from pretrain.corpus.released import MAX_WORD_CHARACTERS, encodes_whole_documents, kind_of, released_from_json
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
-_MAX_COUNTED_WORDS = 3_000_000  # maximum distinct words, about 0.5 GB; beyond that, the rarest are dropped
+_MAX_COUNTED_WORDS = 3_000_000  # maximum distinct words that are counted, in about 0.5 GB; the rarest are dropped
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 _LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for bytes that would separate lines in a vocab.txt
@@ -36,9 +36,9 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 def entries_of(tokenizer: Tokenizer) -> list[str]:
     """Return the entries in the order of their ids, as in a vocab.txt. If no entry has the id 7, it is "[unused7]"."""
-    entries = [f"[unused{number}]" for number in range(vocabulary_size(tokenizer))]
-    for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
+    entries = [f"[unused{token_id}]" for token_id in range(vocabulary_size(tokenizer))]
+    for entry, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        entries[token_id] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
     return entries
 
 
@@ -71,7 +71,7 @@ def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNorma
 
 
 def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") -> list[str]:
-    """Read the entries of a vocab.txt in the order of their ids. If this fails, raises `InputError` with `advice`."""
+    """Read the entries of a vocab.txt in the order of their ids. Raises `InputError` with `advice` on failure."""
     try:
         return split_entries(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def entry_ids(path: Path, entries: Sequence[str]) -> dict[str, int]:
     repeated = [entry for entry, count in Counter(entries).items() if count > 1]
     if repeated:
         raise InputError(f"{path}: token {repeated[0]!r} occurs twice. Every line must be a distinct token.")
-    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
@@ -99,7 +99,7 @@ def entry_ids(path: Path, entries: Sequence[str]) -> dict[str, int]:
 
 
 def drop_rarest(counts: Counter[Any]) -> None:
-    """Drop the words that occurred once, then twice, ... until at most `_MAX_COUNTED_WORDS` are left."""
+    """Drop the words that occurred once, then twice and so on, until at most `_MAX_COUNTED_WORDS` are left."""
     dropped_count = 1
     while len(counts) > _MAX_COUNTED_WORDS:
         for word in [word for word, count in counts.items() if count <= dropped_count]:
@@ -116,7 +116,7 @@ class Fold(enum.Flag):
 
 
 def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:
-    """Return the differences that the tokenizer ignores. `tokenizer` is None if one is to be trained."""
+    """Return the differences that the tokenizer ignores; `tokenizer` is None if it will be trained with `settings`."""
     normalizer: Any = tokenizer.normalizer if tokenizer else None
     lowercases, strips_accents = settings.lowercase, settings.strip_accents
     strips_accents = lowercases if strips_accents is None else strips_accents
@@ -178,15 +178,15 @@ def train_vocabulary(
     alphabet is passed to it as special tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    words = count_normal_words(counts, normalizer)
+    words = count_normalized_words(counts, normalizer)
     if not words:
         raise InputError("corpus.sources: no words to train a vocabulary on.")
     alphabet, inner = _alphabet(words, size)
-    fixed = [*SPECIAL_TOKENS, *sorted(alphabet), *(f"##{character}" for character in sorted(inner))]
+    fixed_tokens = [*SPECIAL_TOKENS, *sorted(alphabet), *(f"##{character}" for character in sorted(inner))]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         min_frequency=min_frequency,
-        special_tokens=fixed,
+        special_tokens=fixed_tokens,
         initial_alphabet=sorted(alphabet),
         limit_alphabet=len(alphabet),
         show_progress=False,
@@ -197,17 +197,17 @@ def train_vocabulary(
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 
-def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
+def count_normalized_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
     """Count the words that BERT's normalizer and pre-tokenizer give, sorted by word."""
     pre_tokenizer, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():
         text = word.decode()
         # Nine in ten words are ASCII letters and digits (bytes.isalnum) in the right case, and do not change.
-        is_final = word.isalnum() and not (lowercase and word != word.lower())
-        for final, _ in [(text, None)] if is_final else pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
-            if len(final) <= MAX_WORD_CHARACTERS:
-                words[final] += count
+        is_plain = word.isalnum() and not (lowercase and word != word.lower())
+        for piece, _ in [(text, None)] if is_plain else pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
+            if len(piece) <= MAX_WORD_CHARACTERS:
+                words[piece] += count
     return dict(sorted(words.items()))
 
 
@@ -248,7 +248,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
     with atomic_open(folder / "vocab.txt", "w") as file:
         file.write("\n".join([*tokens, ""]))
     ids = special_ids(tokenizer, declared)
-    names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
+    names = {f"{role}_token": tokenizer.id_to_token(token_id) for role, token_id in ids.items()}
     settings = {**_tokenizer_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
     if encodes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
         # Other classes of transformers only read the entries, and hard-code normalizer and pre-tokenizer.

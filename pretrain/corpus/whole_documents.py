@@ -6,8 +6,8 @@ characters here (`split_special_tokens=True` in transformers, which does not wor
 tokens that are not special, such as runs of spaces, are kept.
 
 Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
-a document if there is no splitter for the tokenizer, or if the document contains an added token or characters that are
-normalized across the boundaries of pieces.
+a whole document if there is no splitter for the tokenizer, or if the document contains an added token or characters
+that are normalized across the boundaries of pieces.
 """
 
 import json
@@ -24,7 +24,7 @@ from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
-_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+_IS_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 _EncodedDocument = tuple[np.ndarray, np.ndarray]  # tokens, and the number of tokens of each sentence, uint32 [S]
 
@@ -33,9 +33,9 @@ def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """Return the DOCUMENT table of documents without NUL; fields that depend on the tokenizer are 0."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
-    solid = np.frombuffer(raw.translate(_SOLID), bool)
-    is_start = solid.copy()
-    is_start[1:] &= ~solid[:-1]
+    is_solid = np.frombuffer(raw.translate(_IS_SOLID), bool)
+    is_start = is_solid.copy()
+    is_start[1:] &= ~is_solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
     table["hash"] = document_hashes(raw, len(texts), fold=fold)
@@ -48,10 +48,10 @@ class DocumentEncoder:
     """Encodes whole documents with a released tokenizer; distinct pieces are cached in a `WordTable`."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self._whole = without_special(tokenizer)
+        self._tokenizer = without_special(tokenizer)
         self._table = table
-        self.splitter = splitter_for(self._whole, table)
-        self._added = _minimal(_cut_preventing_tokens(json.loads(self._whole.to_str())))
+        self.splitter = splitter_for(self._tokenizer, table)
+        self._added_tokens = _minimal(_cut_preventing_tokens(json.loads(self._tokenizer.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
         """Return a part of token ids.
@@ -62,8 +62,8 @@ class DocumentEncoder:
             table: result of `measure`.
             dtype: type of the tokens.
         """
-        fast = [index for index, text in enumerate(texts) if self.has_plain_pieces(text)]
-        by_index = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
+        plain = [index for index, text in enumerate(texts) if self.has_plain_pieces(text)]
+        by_index = self.from_pieces(plain, [texts[n] for n in plain], [starts[n] for n in plain], dtype)
         encoded = [by_index.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
@@ -74,9 +74,9 @@ class DocumentEncoder:
 
     def has_plain_pieces(self, text: str) -> bool:
         """Return whether a document may be encoded piece by piece."""
-        if self.splitter is None or any(token in text for token in self._added):
+        if self.splitter is None or any(token in text for token in self._added_tokens):
             return False
-        return self.splitter.fits(text)
+        return self.splitter.can_split(text)
 
     def from_pieces(
         self, indices: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
@@ -95,30 +95,30 @@ class DocumentEncoder:
         return {index: (ids, sizes[sizes > 0]) for index, (ids, sizes), is_context_free in encoded if is_context_free}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
-        encoding = self._whole.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
-        first = np.array([start for start, _ in encoding.offsets], np.int64)
+        token_starts = np.array([start for start, _ in encoding.offsets], np.int64)
         # A token that crosses the start of a sentence belongs to the previous sentence.
-        cuts = np.unique(np.searchsorted(first, np.asarray(starts, np.int64)))
+        cuts = np.unique(np.searchsorted(token_starts, np.asarray(starts, np.int64)))
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
 def _all_true(mask: np.ndarray, cut: DocumentPieces) -> list[bool]:
-    """Return for each document whether `mask`, bool [P], is true for all of its pieces."""
+    """Return whether `mask`, bool [P], is true for all pieces of each document, as a list of bools."""
     false_before = np.append(0, np.cumsum(~mask))
     return (np.diff(false_before[cut.sentences[cut.documents]]) == 0).tolist()
 
 
 def without_special(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer that encodes special tokens in documents as ordinary characters.
+    """Return a copy of the tokenizer that encodes special tokens written out in documents as ordinary characters.
 
     A Unigram or WordPiece matches an entry wherever its characters occur, such as in a document about `<mask>`. The
     entries of special tokens are therefore renamed so that they never match, not even in pieces joined by a NUL;
     special tokens that are plain words remain unchanged. BPE merges pairs, which never gives special tokens.
     """
-    described = json.loads(tokenizer.to_str())
-    described["post_processor"] = None
-    model, added = described["model"], described["added_tokens"]
+    spec = json.loads(tokenizer.to_str())
+    spec["post_processor"] = None
+    model, added = spec["model"], spec["added_tokens"]
     if model["type"] != "BPE":
         names = [token["content"] for token in added if token["special"] and not token["content"].isalnum()]
         renamed = {name: f"\0\0{name}" for name in names}
@@ -127,17 +127,17 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
         if model["type"] == "Unigram":
             model["vocab"] = [[renamed.get(entry, entry), score] for entry, score in model["vocab"]]
         else:
-            model["vocab"] = {renamed.get(entry, entry): number for entry, number in model["vocab"].items()}
+            model["vocab"] = {renamed.get(entry, entry): token_id for entry, token_id in model["vocab"].items()}
             model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
-    changed = Tokenizer.from_str(json.dumps(described))
+    changed = Tokenizer.from_str(json.dumps(spec))
     changed.encode_special_tokens = True
     return changed
 
 
-def _cut_preventing_tokens(described: dict[str, Any]) -> list[str]:
+def _cut_preventing_tokens(spec: dict[str, Any]) -> list[str]:
     """Return the added tokens that prevent cutting a document: all but special tokens and runs of line breaks, tabs."""
-    lines = set(line_tokens(described))
-    contents = [token["content"] for token in described["added_tokens"] if not token["special"]]
+    lines = set(line_tokens(spec))
+    contents = [token["content"] for token in spec["added_tokens"] if not token["special"]]
     return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]
 
 

@@ -12,7 +12,7 @@ import regex
 
 from pretrain.common import scripts
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import spelled, speller
+from pretrain.corpus.byte_words import entry_strings, speller
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         entries = [vocabulary[token] for token in tokens]
-        words = maskable_words(spelled(entries, spell) if spell else list(map(with_space, entries)))
+        words = maskable_words(entry_strings(entries, spell) if spell else list(map(with_space, entries)))
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -125,7 +125,7 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
 
 
 def with_space(entry: str) -> str:
-    """Spell an entry of a WordPiece vocabulary as `spelled` does: a whole word starts with a space."""
+    """Spell an entry of a WordPiece vocabulary as `entry_strings` does: a whole word starts with a space."""
     return entry[2:] if entry.startswith("##") else f" {entry}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
-from pretrain.corpus.byte_words import spelled, speller, word_edges
+from pretrain.corpus.byte_words import entry_strings, speller, word_edges
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.tokenize import WordTable
@@ -64,7 +64,7 @@ def masked_words(tokenizer: Tokenizer, text: str) -> list[str]:
     """The words that the masking schemes see in `text`."""
     ids, entries = tokenizer.encode(text, add_special_tokens=False).ids, entries_of(tokenizer)
     spell, pieces = speller(entries), [entries[number] for number in ids]
-    texts = spelled(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
+    texts = entry_strings(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
     words: list[str] = []
     for begins, shown in zip(word_edges(entries, spell).word_starts(np.array(ids)), texts, strict=True):
         words += [""] * bool(begins or not words)

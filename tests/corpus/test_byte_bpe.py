@@ -23,7 +23,7 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_level import bertrain_splitter
-from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
+from pretrain.corpus.byte_words import entry_strings, is_byte_vocabulary
 from pretrain.corpus.extension import extend_vocabulary
 from pretrain.corpus.pieces import DocumentPieces
 from pretrain.corpus.prepare import prepare
@@ -278,12 +278,12 @@ def is_inside_word(before: str, here: str) -> bool:
 def test_entries_spell_the_text(text: str) -> None:
     assume(not any(token in text for token in SPECIAL_TOKENS))  # which hypothesis finds in the code
     encoding = trained().encode(text, add_special_tokens=False)
-    assert "".join(spelled(encoding.tokens)) == (text if text[:1] == " " or not text else f" {text}")
+    assert "".join(entry_strings(encoding.tokens)) == (text if text[:1] == " " or not text else f" {text}")
 
 
 def test_a_character_of_several_tokens_stands_in_the_last() -> None:
-    assert spelled(["Ġa", "ð", "Ł", "ĺ", "Ģ", "!"]) == [" a", "", "", "", "😀", "!"]
-    assert spelled(["ð", "Ł"]) == ["", "\ufffd"]
+    assert entry_strings(["Ġa", "ð", "Ł", "ĺ", "Ģ", "!"]) == [" a", "", "", "", "😀", "!"]
+    assert entry_strings(["ð", "Ł"]) == ["", "\ufffd"]
 
 
 def test_a_wordpiece_vocabulary_is_not_taken_for_bytes() -> None:
@@ -298,7 +298,7 @@ def test_a_filling_shows_text() -> None:
     text = "the dog and the dog and the dog and the dog and the, the naïve."
     tokens = tuple(trained().encode(text, add_special_tokens=False).ids)
     place = tokens.index(entries.index("Ġand"))
-    words = {entries[tokens[n]] for n in maskable_words(spelled([entries[token] for token in tokens]))}
+    words = {entries[tokens[n]] for n in maskable_words(entry_strings([entries[token] for token in tokens]))}
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75

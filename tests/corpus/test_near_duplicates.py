@@ -164,7 +164,7 @@ def test_the_first_document_stays_across_sources(sources: Path, whole: Path, tmp
 @pytest.mark.parametrize(("names", "processes"), [("thd", 2), ("dht", 1), ("htd", 1)])
 def test_held_out_text_wins(names: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t has copies and near copies of h, which is held out, and so has d, in another form."""
-    monkeypatch.setattr("pretrain.corpus.buckets.BUFFERED", 1)
+    monkeypatch.setattr("pretrain.corpus.buckets.MAX_BUFFERED_ROWS", 1)
     held_out = [f"{prose(seed)}\nCaf\u00e9." for seed in range(20)]
     copies = [text.replace("\u00e9", "e\u0301") + "  \n" for text in held_out[:10]]
     copies += [changed(text, 0.05, 5) for text in held_out[10:]]

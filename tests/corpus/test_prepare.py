@@ -109,7 +109,7 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
 def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monkeypatch) -> None:
     import ast
 
-    from pretrain.corpus.card import shown_path
+    from pretrain.corpus.card import portable_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent / "home"))
@@ -121,7 +121,7 @@ def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monk
         ("hub:name@1#0/2", "hub:name@1#0/2"),
         (ast.__file__, f"{Path(ast.__file__).parent.name}/ast.py"),
     ):
-        assert shown_path(path) == shown
+        assert portable_path(path) == shown
 
 
 def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp_path: Path) -> None:
@@ -289,8 +289,8 @@ def test_a_damaged_corpus_is_prepared_again_with_its_own_settings_only(sources: 
 def test_a_corpus_that_another_process_finished_meanwhile_is_not_prepared_again(
     sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, pool = tmp_path / "corpus", preparing._Preparation._pool
-    monkeypatch.setattr(preparing._Preparation, "_pool", lambda one: (shutil.copytree(prepared, folder), pool(one))[1])
+    folder, pool = tmp_path / "corpus", preparing._Preparation._make_pool
+    monkeypatch.setattr(preparing._Preparation, "_make_pool", lambda p: (shutil.copytree(prepared, folder), pool(p))[1])
     assert "already prepared" in prepare(config(sources, folder), quiet=True)
     shutil.rmtree(folder)
     with pytest.raises(InputError, match="min_document_words"):
@@ -432,7 +432,7 @@ def _in_order(table: np.ndarray) -> np.ndarray:
 
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
     monkeypatch.setattr("pretrain.corpus.documents.MAX_DOCUMENTS", documents)
-    monkeypatch.setattr("pretrain.corpus.buckets.BUFFERED", documents)
+    monkeypatch.setattr("pretrain.corpus.buckets.MAX_BUFFERED_ROWS", documents)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_sentences_start_where_the_one_before_ends() -> None:
     encoder = DocumentEncoder(make_tokenizer("roberta"), WordTable())
     part = encoder.encode([text], [starts], measure([text]), np.dtype(np.uint16))
     tokens = np.split(part.items, np.cumsum(part.sentence_items)[:-1])
-    assert [encoder._whole.decode(sentence.tolist()) for sentence in tokens] == parts
+    assert [encoder._tokenizer.decode(sentence.tolist()) for sentence in tokens] == parts
     library = encoder._from_library(text, starts, np.dtype(np.uint16))
     assert library[1].tolist() == part.sentence_items.tolist()
 

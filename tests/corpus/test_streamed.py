@@ -56,7 +56,7 @@ def total_bytes(shards: TokenShards) -> int:
     """Of all blocks at the address."""
     cache = shards.shards[0].cache
     assert cache is not None
-    return cache.bytes_of(np.arange(*cache.numbers(np.array([len(shards.shards)]), np.array([0]))))
+    return cache.bytes_of(np.arange(*cache.global_indices(np.array([len(shards.shards)]), np.array([0]))))
 
 
 def stored(tmp_path: Path, *kinds: dict[str, Any], **corpus: Any) -> tuple[TokenShards, CorpusConfig]:

@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
-    count_normal_words,
+    count_normalized_words,
     save_tokenizer,
     special_ids,
     train_vocabulary,
@@ -62,7 +62,7 @@ def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
     for word in words:
         for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word)):
             expected[piece] += 3 * (len(piece) <= 100)
-    found = count_normal_words({word.encode(): 3 for word in words}, normalizer)
+    found = count_normalized_words({word.encode(): 3 for word in words}, normalizer)
     assert found == dict(sorted((+expected).items()))
 
 

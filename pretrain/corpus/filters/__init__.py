@@ -1,6 +1,6 @@
 """The filters of `prepare`: optional steps that drop documents, applied in the processes that read documents.
 
-Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found once all
+Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found after all
 documents have been read, so each kept document gets a sketch (`near_duplicates`), and all sketches are compared later.
 """
 
@@ -22,14 +22,14 @@ _BATCH_CHARACTERS = 1 << 19  # characters filtered together; a larger batch does
 
 
 def filter_settings(config: FiltersConfig) -> dict[str, Any]:
-    """Return the settings that determine which documents the enabled filters drop, by name; {} if none is enabled."""
+    """Return {name: value} of the settings that determine which documents are dropped; {} if no filter is enabled."""
     settings: dict[str, Any] = {}
     if config.contamination.sets:
         values = {"drop": True, "ngram": NGRAM, "shortest": MIN_TERMS}
         settings |= {f"contamination.{key}": value for key, value in values.items()}
-        for number, files in enumerate(evaluation_files(config.contamination)):
-            columns = config.contamination.sets[number].columns
-            settings[f"contamination.sets.{number}"] = [[sha256_file(file) for file in files], list(columns)]
+        for index, files in enumerate(evaluation_files(config.contamination)):
+            columns = config.contamination.sets[index].columns
+            settings[f"contamination.sets.{index}"] = [[sha256_file(file) for file in files], list(columns)]
     if config.near_duplicates.enabled:
         values = {"threshold": config.near_duplicates.threshold, "ngram": WORDS, "bands": BANDS, "rows": ROWS}
         settings |= {f"near_duplicates.{key}": value for key, value in values.items()}

@@ -10,15 +10,15 @@ from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
-_SLOTS_PER_GRAM = 16  # size of the table `_is_prefix`, a one-hash Bloom filter that rejects most lookups
-_MAX_BITS = 26  # log2 of its maximum size
+_SLOTS_PER_GRAM = 16  # slots of `_is_prefix`, a one-hash Bloom filter that rejects most lookups, per n-gram
+_MAX_BITS = 26  # log2 of the maximum number of slots
 
 
 class Matches(NamedTuple):
     """Occurrences of evaluation sets' text in D documents.
 
-    sets int64 [D], index of the first set whose text a document contains, -1 for none; words [D], the first words that
-    are also in this set; seen int64, indices of the found examples over all sets.
+    sets int64 [D], index of the first set whose text the document contains, -1 for none; words [D], the first words of
+    the document that are in this set; seen int64, indices of the found examples over all sets.
     """
 
     sets: np.ndarray
@@ -27,7 +27,7 @@ class Matches(NamedTuple):
 
 
 class Contamination:
-    """Finds n-grams of evaluation sets in documents; their table is loaded when it is first needed."""
+    """Finds n-grams of evaluation sets in documents. The table of n-grams is loaded when it is first needed."""
 
     def __init__(self, config: ContaminationConfig, path: Path) -> None:
         self.names = set_names(config)
@@ -69,7 +69,7 @@ class _Table:
         self._is_prefix[(self._prefixes >> self._shift).astype(np.int64)] = True
 
     def find(self, batch: DocumentTerms) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the n-grams that are in a set, by length: (first term, end term, example index) of each, as arrays."""
+        """Yield (start terms, end terms, indices of examples), for each length, of the n-grams that are in a set."""
         grams = batch.grams(PREFIX)
         starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
         starts = starts[_look_up(self._prefixes, grams[starts])[1]]

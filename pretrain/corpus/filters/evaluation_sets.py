@@ -26,8 +26,8 @@ from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words per n-gram, as in GPT-3
-MIN_TERMS = 8  # minimum length of an example that is searched for as a whole, since it has fewer than NGRAM words
-PREFIX = 6  # words by which n-grams are looked up first; also the minimum words of an example that is searched for
+MIN_TERMS = 8  # minimum terms of an example that is searched for as a whole, since it has fewer than NGRAM words
+PREFIX = 6  # number of words by which n-grams are looked up first; also the minimum words of a searched example
 _BATCH_EXAMPLES = 4096  # examples converted to terms together
 
 
@@ -37,7 +37,7 @@ def evaluation_files(config: ContaminationConfig) -> list[list[Path]]:
 
 
 def set_names(config: ContaminationConfig) -> list[str]:
-    """Return the names of the sets; by default, the stems of their paths."""
+    """Return the name of each set; by default, the stem of its path."""
     return [eval_set.name or Path(eval_set.path).name.split(".")[0] for eval_set in config.sets]
 
 
@@ -49,20 +49,20 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
     lengths of n-grams in quarters of words; first int64 [sets + 1], index of each set's first example.
     """
     empty = np.zeros(0, np.uint64)
-    grams, first, sizes = [_Grams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
+    grams, starts, sizes = [_Grams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
     for eval_set, files in zip(config.sets, evaluation_files(config), strict=True):
-        count, too_short = first[-1], 0
+        count, too_short = starts[-1], 0
         for batch in _batched(_examples(files, eval_set)):
             grams.append(_grams(batch, count))
             count += len(batch)
             too_short += len(batch) - len(np.unique(grams[-1].examples))
-        if count == first[-1]:
+        if count == starts[-1]:
             raise InputError(f"{eval_set.path}: no text in this evaluation set. Check the file and its columns.")
-        sizes.append({"texts": count - first[-1], "too_short": too_short})
-        first.append(count)
+        sizes.append({"texts": count - starts[-1], "too_short": too_short})
+        starts.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, first_index = np.unique(hashes, return_index=True)
-    arrays: dict[str, Any] = {"lengths": np.unique(lengths), "first": np.array(first), "hashes": distinct}
+    arrays: dict[str, Any] = {"lengths": np.unique(lengths), "first": np.array(starts), "hashes": distinct}
     with atomic_open(path) as file:
         np.savez(file, **arrays, texts=examples[first_index], beginnings=np.unique(prefixes))
     return sizes
@@ -70,13 +70,13 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
 
 class _Grams(NamedTuple):
     hashes: np.ndarray
-    prefixes: np.ndarray  # hashes of their first PREFIX words
-    examples: np.ndarray  # indices of the examples that contain them
-    lengths: np.ndarray  # in quarters of words
+    prefixes: np.ndarray  # hashes of the first PREFIX words of each n-gram
+    examples: np.ndarray  # index of the example that contains each n-gram
+    lengths: np.ndarray  # lengths in quarters of words
 
 
-def _grams(examples: Sequence[str], first: int) -> _Grams:
-    """Return the n-grams of examples whose indices start at `first`. A shorter example is one n-gram."""
+def _grams(examples: Sequence[str], first_index: int) -> _Grams:
+    """Return the n-grams of examples with indices from `first_index` on. A shorter example is one n-gram."""
     batch = document_terms(examples)
     starts, counts = batch.document_grams(NGRAM)
     gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
@@ -88,7 +88,7 @@ def _grams(examples: Sequence[str], first: int) -> _Grams:
     return _Grams(
         batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, lengths)),
         batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, PREFIX * QUARTERS_PER_WORD)),
-        first + np.append(np.repeat(np.arange(len(examples)), counts), short),
+        first_index + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )
 

@@ -1,9 +1,9 @@
 """Near-duplicates by MinHash (Broder 1997) and locality-sensitive hashing in bands (Leskovec et al., chapter 3).
 
 Each document that is read gets a sketch: a key per band, which is a hash of the minima in that band, and the lowest 8
-bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file beside it. Then
-each call of `find_pairs` compares documents with equal keys in one band, or in a share of its keys, and writes the
-similar pairs.
+bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file next to it. Each
+call of `find_pairs` then compares the documents with equal keys in one band, or in a share of the band's keys, and
+writes the similar pairs.
 
 A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: documents that
 are already in a corpus to which sources are added, held-out documents, then all others in the order of the corpus.
@@ -36,10 +36,11 @@ WORDS = 3  # words per n-gram
 BANDS, ROWS = 32, 4  # number of bands, and of minima per band
 _SEED = 42
 MAX_DOCUMENTS = 1 << 23  # maximum documents per call of `find_pairs`, which bounds its memory to about 0.4 GB
-_ANCHORS = 8  # maximum documents with the same key that all later ones are compared with
+_ANCHORS = 8  # maximum documents with the same key with which all later ones are compared
 _BATCH_PAIRS = 4096  # pairs compared together; the minima of a larger batch do not fit in the CPU cache
-_EXCERPT_BYTES = 96
-_SPARSE = 1000  # minimum known hashes per lookup to read only the needed pages of their file, not the whole range
+_HASHES, _KEYS, _MINIMA, _EXCERPTS = range(4)  # arrays of a sketch file, in order
+_EXCERPT_BYTES = 96  # bytes of a document that are kept as an example
+_SPARSE = 1000  # minimum number of known hashes per lookup for reading only the needed pages of their file
 _COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
 # Ranks; of similar documents, the one with the lowest rank is kept. _KNOWN: already in the corpus; _HELD_OUT: in a
@@ -56,12 +57,12 @@ class Precedence:
     Attributes:
         held_out: indices of the sources that are entirely held out.
         fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
-        trained: files with the hashes of known training documents.
+        training_hash_files: files with the hashes of known training documents.
     """
 
     held_out: tuple[int, ...]
     fraction: float
-    trained: tuple[Path, ...]
+    training_hash_files: tuple[Path, ...]
 
     def in_fraction(self, hashes: np.ndarray) -> np.ndarray:
         """Return which documents with these hashes, uint64 [D, 2], are in the held-out fraction, bool [D]."""
@@ -70,7 +71,7 @@ class Precedence:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS]; excerpts S96 [D]."""
+    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS] (low bits); excerpts S96 [D]."""
 
     keys: np.ndarray
     minima: np.ndarray
@@ -104,9 +105,9 @@ def sketches(texts: Sequence[str], batch: DocumentTerms) -> Sketches:
     keys = np.zeros((len(texts), BANDS), np.uint64)
     for row in range(ROWS):
         keys = mix_bits(keys * np.uint64(0x9E3779B97F4A7C15) + minima[:, :, row] + np.uint64(1))
-    lowest = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
+    low_bits = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
     excerpts = np.array([excerpt(text).encode()[:_EXCERPT_BYTES] for text in texts], f"S{_EXCERPT_BYTES}")
-    return Sketches(keys, lowest, excerpts)
+    return Sketches(keys, low_bits, excerpts)
 
 
 def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,28 +115,28 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
     fewer than n words has one hash: of all its words or, if it has no words (such as only emoji), of its characters.
     """
     grams = batch.grams(n)
-    first, counts = batch.document_grams(n)
+    starts, counts = batch.document_grams(n)
     if counts.all():
-        indices = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
+        indices = np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[indices], counts
     whole = batch.sequence_hashes(batch.document_starts[:-1], batch.document_starts[1:])
     for index in map(int, np.flatnonzero(np.diff(batch.document_starts) == 0)):
         digest = hashlib.blake2b(texts[index].encode(), digest_size=8).digest()
         whole[index] = int.from_bytes(digest, "little")
-    hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(first, counts, strict=True))]
+    hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(starts, counts, strict=True))]
     return np.concatenate(hashes), np.maximum(1, counts)
 
 
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
-        for index in range(4):
-            arrays = [_map_array(path, index) for path in parts]
-            axis = 1 if index == 1 else 0  # axis of the documents
+        for array_index in range(4):
+            arrays = [_map_array(path, array_index) for path in parts]
+            axis = 1 if array_index == _KEYS else 0  # axis of the documents
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
-            described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
-            np.lib.format.write_array_header_1_0(file, {**described, "shape": tuple(shape)})  # pyright: ignore[reportArgumentType]
+            header = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
+            np.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(shape)})  # pyright: ignore[reportArgumentType]
             for row in range(shape[0] if axis else 1):
                 for array in arrays:
                     np.ascontiguousarray(array[row] if axis else array).tofile(file)
@@ -148,20 +149,20 @@ class SketchFiles:
     """The sketches of all documents, in the order of the corpus, read from files in `work_dir` as needed.
 
     Files named after a source alone are from the corpus to which sources are added. Their documents come first and are
-    called known; `known` is their number.
+    called known; `known_count` is their number.
     """
 
     def __init__(self, work_dir: Path) -> None:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
         # Index of each file's first document, and the number of all documents.
-        self.file_starts = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
+        self.file_starts = np.cumsum([0, *(len(_map_array(path, _HASHES)) for path in self._paths)])
         self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
-        self.known = int(self.file_starts[self._known_files])
+        self.known_count = int(self.file_starts[self._known_files])
 
-    def keys_of_band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of one band that equal `share` modulo `shares`, and the index of each key's document.
+    def keys_of_band(self, band: int, share: int, share_count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of one band that equal `share` modulo `share_count`, and the index of each key's document.
 
         Known documents are only included if a new document has the same key.
         """
@@ -170,8 +171,8 @@ class SketchFiles:
         for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
             if file == 0:
                 new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
-            keys = np.asarray(_map_array(self._paths[file], 1)[band])
-            chosen = np.flatnonzero(keys % np.uint64(shares) == share)
+            keys = np.asarray(_map_array(self._paths[file], _KEYS)[band])
+            chosen = np.flatnonzero(keys % np.uint64(share_count) == share)
             if file < self._known_files:
                 chosen = chosen[np.isin(keys[chosen], new_keys)]
             by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
@@ -183,25 +184,25 @@ class SketchFiles:
         return self._sources[np.searchsorted(self.file_starts, documents, "right") - 1]
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
-        """Return the ranks of documents with these hashes, uint8 [D]."""
+        """Return the rank of each document (`_KNOWN` to `_TRAINING`), uint8 [D]; `hashes` are the documents' hashes."""
         held_out = np.isin(self.sources(documents), precedence.held_out)
-        conditions = [documents < np.uint64(self.known), held_out, precedence.in_fraction(hashes)]
+        conditions = [documents < np.uint64(self.known_count), held_out, precedence.in_fraction(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
-    def rows(self, array: int, documents: np.ndarray) -> np.ndarray:
-        """Return the rows of `array` (0 hashes, 2 minima, 3 excerpts) for ascending document indices."""
+    def rows(self, array_index: int, documents: np.ndarray) -> np.ndarray:
+        """Return the rows of an array other than `_KEYS` for ascending document indices."""
         documents = documents.astype(np.int64)
         file = np.searchsorted(self.file_starts, documents, "right") - 1
         chosen = [
-            _map_array(self._paths[i], array)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
+            _map_array(self._paths[i], array_index)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
         ]
-        return np.concatenate(chosen or [_map_array(self._paths[0], array)[:0]])
+        return np.concatenate(chosen or [_map_array(self._paths[0], array_index)[:0]])
 
 
-def _map_array(path: Path, index: int) -> np.ndarray:
-    """Memory-map an array of a sketch file, by its index: 0 hashes, 1 keys, 2 minima, 3 excerpts."""
+def _map_array(path: Path, array_index: int) -> np.ndarray:
+    """Memory-map an array of a sketch file, such as `_HASHES`."""
     with path.open("rb") as file:
-        for _ in range(index + 1):
+        for _ in range(array_index + 1):
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             offset = file.tell()
@@ -210,23 +211,23 @@ def _map_array(path: Path, index: int) -> np.ndarray:
 
 
 def find_pairs(
-    work_dir: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
+    work_dir: Path, out: Path, band: int, share: int, share_count: int, threshold: float, precedence: Precedence
 ) -> None:
     """Find documents that are similar to an earlier one with the same key in `band`; write the pairs to `out`.
 
-    Only keys that equal `share` modulo `shares` are compared. `out` has PAIR elements, ascending: one per document and,
-    for a document of a held-out source, also all its pairs with known documents.
+    Only keys that equal `share` modulo `share_count` are compared. `out` has PAIR elements, ascending: the first
+    pair of each document and, for documents of held-out sources, also all pairs with known documents.
     """
     files = SketchFiles(work_dir)
-    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, shares), precedence)
-    involved, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
-    minima = files.rows(2, involved)
+    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, share_count), precedence)
+    compared, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
+    minima = files.rows(_MINIMA, compared)
     equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
-    similar = _similarity(equal, minima.shape[1]) >= threshold
-    pairs = np.zeros(int(similar.sum()), PAIR)
-    pairs["document"], pairs["earlier"], pairs["equal"] = later[similar], earlier[similar], equal[similar]
-    pairs["hash"] = files.rows(0, involved)[row[: len(later)][similar]]
-    pairs["rank"], pairs["earlier_rank"] = (rank[similar] for rank in ranks)
+    is_similar = _similarity(equal, minima.shape[1]) >= threshold
+    pairs = np.zeros(int(is_similar.sum()), PAIR)
+    pairs["document"], pairs["earlier"], pairs["equal"] = later[is_similar], earlier[is_similar], equal[is_similar]
+    pairs["hash"] = files.rows(_HASHES, compared)[row[: len(later)][is_similar]]
+    pairs["rank"], pairs["earlier_rank"] = (rank[is_similar] for rank in ranks)
     pairs = _sort_pairs(pairs)
     with atomic_open(out) as file:
         np.save(file, pairs[_is_first(pairs) | _is_with_known(pairs)], allow_pickle=False)
@@ -255,9 +256,9 @@ def _is_with_known(pairs: np.ndarray) -> np.ndarray:
     return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
-def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
-    """Estimate the Jaccard similarity of two documents' n-grams if `equal` of their `size` minima are equal."""
-    return (equal / size - _COLLISION) / (1 - _COLLISION)
+def _similarity(equal: np.ndarray, count: int) -> np.ndarray:
+    """Estimate the Jaccard similarity of two documents' n-grams if `equal` of their `count` minima are equal."""
+    return (equal / count - _COLLISION) / (1 - _COLLISION)
 
 
 def _candidates(
@@ -270,11 +271,11 @@ def _candidates(
     has_partner = equals_previous | np.append(equals_previous[1:], False)
     keys, documents = keys[has_partner], documents[has_partner]
     ascending, row = np.unique(documents, return_inverse=True)
-    hashes = files.rows(0, ascending)
+    hashes = files.rows(_HASHES, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
     order = np.lexsort((documents, ranks[row], keys))
     keys, row = keys[order], row[order]
-    kept = ~_copies(keys, hashes[row])
+    kept = ~_are_copies(keys, hashes[row])
     keys, documents, ranks = keys[kept], ascending[row[kept]], ranks[row[kept]]
     later, earlier = _pairs_to_compare(keys, ranks)
     is_new = ranks[later] != _KNOWN
@@ -294,7 +295,7 @@ def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, 
     return np.concatenate([*later, with_previous]), np.concatenate([*earlier, with_previous - 1])
 
 
-def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+def _are_copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     """Return which documents are exact copies of an earlier one with the same key, bool [N]."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0], keys))
     copies = np.zeros(len(keys), bool)
@@ -303,28 +304,30 @@ def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     return copies
 
 
-def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path, precedence: Precedence) -> None:
-    """Merge the files of all calls of `find_pairs` into `out`; sketches have `size` minima.
+def merge_pairs(
+    pair_files: Sequence[Path], work_dir: Path, minima_count: int, out: Path, precedence: Precedence
+) -> None:
+    """Merge the files of all calls of `find_pairs` into `out`; each sketch has `minima_count` minima.
 
     `out` has the hashes of the documents to drop, uint64 [N, 2], ascending, and is written last. Two files beside it
     have the hashes of dropped training documents that are similar to a held-out document, and a report.
     """
     files = SketchFiles(work_dir)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
-    shares = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
-    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost_path(out), out)}
+    share_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
+    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, share_count) for path in (_lost_path(out), out)}
     examples: list[dict[str, Any]] = []
-    trained: Counter[str] = Counter()
-    for share in range(shares):
+    trained_counts: Counter[str] = Counter()
+    for share in range(share_count):
         pairs = _sort_pairs(np.concatenate([_pairs_in_share(pairs, share) for pairs in mapped]))
-        trained.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
+        trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
-        examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
+        examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
         for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
-            buckets.add(hashes, bucket_of(hashes["first"], shares))
-    write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
+            buckets.add(hashes, bucket_of(hashes["first"], share_count))
+    write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained_counts})
     for path, buckets in hashes_to_write.items():
         with atomic_open(path) as file:
             for hashes in buckets.drain():
@@ -332,17 +335,17 @@ def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path
 
 
 def _lost_path(out: Path) -> Path:
-    """Return the file with the hashes of training documents that are lost because held-out documents are similar."""
+    """Return the path for the hashes of training documents that are dropped because held-out ones are similar."""
     return out.with_suffix(".lost")
 
 
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
-    """Count the documents of each source that are similar to a known training document."""
+    """Return {index of a source: number of its documents that are similar to a known training document}."""
     earlier, row = np.unique(pairs["earlier"], return_inverse=True)
-    hashes = files.rows(0, earlier)
+    hashes = files.rows(_HASHES, earlier)
     order = np.argsort(hashes[:, 0])
     is_trained = np.zeros(len(earlier), bool)
-    for path in precedence.trained:
+    for path in precedence.training_hash_files:
         is_trained[order] |= are_among(load_hashes(path), hashes[order])
     is_trained &= ~precedence.in_fraction(hashes)
     documents = np.unique(pairs["document"][is_trained[row]])
@@ -352,16 +355,16 @@ def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Prece
 def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
     """Return the pairs in range `share` of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
-        bisect.bisect_left(pairs, number * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
-        for number in (share, share + 1)
+        bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
+        for bound in (share, share + 1)
     )
     return np.array(pairs[start:end])
 
 
-def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
+def _example(files: SketchFiles, pair: np.void, minima_count: int) -> dict[str, Any]:
     indices = np.array([pair["document"]]), np.array([pair["earlier"]])
-    text, earlier_text = (files.rows(3, index)[0].decode(errors="ignore") for index in indices)
-    similarity = float(_similarity(pair["equal"], size))
+    text, earlier_text = (files.rows(_EXCERPTS, index)[0].decode(errors="ignore") for index in indices)
+    similarity = float(_similarity(pair["equal"], minima_count))
     return {"text": text, "found": f"similarity {similarity:.2f} to: {earlier_text}"}
 
 
@@ -373,20 +376,20 @@ class NearDuplicates:
         hashes: hashes of all of them, uint64 [N, 2], ascending.
         lost: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
-        trained: index of a held-out source -> number of its documents that are similar to known training documents.
+        trained_counts: index of a held-out source -> number of its documents similar to known training documents.
     """
 
     hashes: np.ndarray
     lost: np.ndarray
     examples: list[dict[str, Any]]
-    trained: dict[int, int]
+    trained_counts: dict[int, int]
 
     @classmethod
     def load(cls, path: Path) -> NearDuplicates:
         """Read the files that `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        trained = {int(source): count for source, count in report["trained"].items()}
-        return cls(load_hashes(path), load_hashes(_lost_path(path)), report["examples"], trained)
+        trained_counts = {int(source): count for source, count in report["trained"].items()}
+        return cls(load_hashes(path), load_hashes(_lost_path(path)), report["examples"], trained_counts)
 
 
 def load_hashes(path: Path) -> np.ndarray:

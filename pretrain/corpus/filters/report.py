@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-MAX_EXAMPLES = 3  # dropped documents shown per rule
+MAX_EXAMPLES = 3  # maximum dropped documents shown per rule
 _EXCERPT_CHARACTERS = 160
 
 
@@ -30,12 +30,12 @@ class Report:
             total["examples"] += entry["examples"][: MAX_EXAMPLES - len(total["examples"])]
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return [{filter, rule, documents, examples: [{text, found}]}], in the order of the first documents."""
+        """Return [{filter, rule, documents, examples: [{text, found}]}], ordered by the first dropped document."""
         return list(self._entries.values())
 
     def _entry(self, filter_name: str, rule: str) -> dict[str, Any]:
-        new = {"filter": filter_name, "rule": rule, "documents": 0, "examples": []}
-        return self._entries.setdefault((filter_name, rule), new)
+        empty = {"filter": filter_name, "rule": rule, "documents": 0, "examples": []}
+        return self._entries.setdefault((filter_name, rule), empty)
 
 
 def excerpt(text: str) -> str:

@@ -17,12 +17,12 @@ from pretrain.common.scripts import LETTER, MARK, OTHER
 
 QUARTERS_PER_WORD = 4  # terms are measured in quarters of a word
 # Length of a term, in quarters, by its kind in `scripts`; for TIBETAN and COMPLEX, the length of each character.
-_QUARTERS_OF_KINDS = np.array([0, 0, QUARTERS_PER_WORD, 1, 3, 2, 1])
+_QUARTERS_BY_KIND = np.array([0, 0, QUARTERS_PER_WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16  # number of UTF-16 units
 _HIGH, _LOW = 0xD800, 0xDC00  # the first high and the first low surrogate
 _SURROGATES = 1024  # number of high surrogates, of low surrogates, and of characters with the same high surrogate
-_MAX_GAP = 64  # maximum distance of two changed characters to normalize them together
-_CHANGES = 1 << 7  # flag of a kind: normalization may change the character
+_MAX_GAP = 64  # maximum distance between two changing characters that are normalized together
+_CHANGES = 1 << 7  # flag that is added to the kind of a character that normalization may change
 _FACTOR = 0x9E3779B97F4A7C15  # base of the rolling hash; odd, so that its powers have inverses modulo 2^64
 
 
@@ -59,14 +59,14 @@ class DocumentTerms:
         return mix_bits((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
-        """Return the end of the shortest sequence from each start with at least `quarters`, int64; above T if none."""
+        """Return the end of the shortest sequence from each start with at least `quarters`, int64; > T if none."""
         if self.quarters is None:
             return starts + -(-quarters // QUARTERS_PER_WORD)
         return self._term_index(self.quarters[starts] + quarters)
 
     @functools.cached_property
     def _terms_by_quarters(self) -> np.ndarray:
-        """The number of terms that have at least 0, 1, ... quarters together, int64; above T if all have fewer."""
+        """The number of terms that together have at least 0, 1, ... quarters, int64; more than T if all have fewer."""
         assert self.quarters is not None
         counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
         return np.repeat(np.arange(len(counts)), counts)
@@ -96,7 +96,7 @@ class DocumentTerms:
 
 
 def document_terms(texts: Sequence[str]) -> DocumentTerms:
-    """Convert one or more documents, which contain neither NUL nor lone surrogates."""
+    """Return the terms of one or more documents, which contain neither NUL nor lone surrogates."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
@@ -114,9 +114,9 @@ def document_terms(texts: Sequence[str]) -> DocumentTerms:
 
 def _normalize(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the normalized units and their kinds; only text around characters that may change is processed."""
-    changed = np.flatnonzero(kinds >= _CHANGES)
-    is_distant = np.diff(changed) > _MAX_GAP
-    starts, ends = np.maximum(changed[np.append(True, is_distant)] - 1, 0), changed[np.append(is_distant, True)] + 1
+    changing = np.flatnonzero(kinds >= _CHANGES)
+    is_distant = np.diff(changing) > _MAX_GAP
+    starts, ends = np.maximum(changing[np.append(True, is_distant)] - 1, 0), changing[np.append(is_distant, True)] + 1
     starts -= units[starts] // _SURROGATES == _LOW // _SURROGATES  # do not split surrogate pairs
     ends += units[ends] // _SURROGATES == _LOW // _SURROGATES
     converted, converted_kinds, copied = [], [], 0
@@ -129,7 +129,7 @@ def _normalize(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and ends of the runs of true values; the last value must be false."""
+    """Return the starts and ends of runs of true values in `mask`; the last value must be false."""
     changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     changes = np.append(0, changes) if mask[0] else changes
     return changes[::2], changes[1::2]
@@ -150,7 +150,7 @@ def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
     is_start[1:] &= ~in_term[:-1] | (is_single[1:] | is_single[:-1]) & ~is_mark[1:]
     starts = np.flatnonzero(is_start)
     ends = np.flatnonzero(in_term[:-1] & (is_start[1:] | ~in_term[1:])) + 1
-    quarters = _QUARTERS_OF_KINDS[kinds[starts]]
+    quarters = _QUARTERS_BY_KIND[kinds[starts]]
     quarters *= np.where(quarters == 1, ends - starts, 1)
     return starts, ends, np.append(0, np.cumsum(quarters)) if (quarters != QUARTERS_PER_WORD).any() else None
 
@@ -159,7 +159,7 @@ def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     """Return running sums of hash times power of `_FACTOR`, for rolling hashes (Karp & Rabin 1987) of sequences."""
     powers, inverses = _powers(len(units) + 1)
     unit_sums = np.zeros(len(units) + 1, np.uint64)
-    np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=unit_sums[1:])
+    np.cumsum(_unit_hashes()[units] * powers[: len(units)], out=unit_sums[1:])
     term_hashes = mix_bits((unit_sums[ends] - unit_sums[starts]) * inverses[starts])
     term_sums = np.zeros(len(starts) + 1, np.uint64)
     np.cumsum(term_hashes * powers[: len(starts)], out=term_sums[1:])
@@ -203,7 +203,7 @@ def _kinds() -> np.ndarray:
 
 
 @functools.cache
-def _letter_hashes() -> np.ndarray:
+def _unit_hashes() -> np.ndarray:
     """Return a hash of each UTF-16 unit that ignores case, uint64 [65536]."""
     folded = np.arange(_UNITS, dtype=np.uint64)
     for unit in range(_UNITS):

@@ -24,7 +24,7 @@ def reader(config: SourceConfig) -> SourceReader:
 
 
 def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
-    """Return the inputs of a source, in a fixed order. `config_key` is its key in the config, for errors.
+    """Return the inputs of a source in a fixed order. `config_key` is the source's key in the config, for errors.
 
     Raises:
         InputError: no file is found, one cannot be read, or the text column does not exist.
@@ -34,14 +34,14 @@ def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
 
 
 def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
-    """Like `find_inputs`, but neither fetch files at an address nor check their columns."""
+    """Return the inputs like `find_inputs`, but neither fetch files at an address nor check their columns."""
     if not is_remote(config.path):
         return find_inputs(config, config_key)
     source = reader(config)
     objects = source.stored_files(ObjectStore())
     if not objects:
         raise no_files_error(config, config_key, source.problems.entries())
-    return _with_problems([Input((address,), facts.bytes) for address, facts in objects.items()], source)
+    return _with_problems([Input((address,), listed.bytes) for address, listed in objects.items()], source)
 
 
 def _with_problems(inputs: list[Input], source: SourceReader) -> list[Input]:
@@ -58,8 +58,8 @@ def cut(
     single chunk, which the process that prepares it cuts with `cut_stream`.
     """
     source = reader(config)
-    is_uncut = defer_streams and source.is_stream(item)
-    spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
+    is_deferred = defer_streams and source.is_stream(item)
+    spans = [Span(bytes=item.bytes, is_stream=True)] if is_deferred else source.cut(item)
     for index, span in enumerate(spans):
         yield Chunk(source=source_index, input=input_index, index=index, config=config, paths=item.paths, **vars(span))
 

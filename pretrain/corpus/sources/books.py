@@ -14,7 +14,7 @@ from pretrain.corpus.streams import open_text
 from pretrain.corpus.word_counts import count_words
 
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
-_OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
+_OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # end of headers before about 2003
 _END = re.compile(
     r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*", re.M | re.I
 )
@@ -70,7 +70,7 @@ def read_text(path: Path, problems: Problems) -> str:
 
 
 def is_latin1(raw: bytes) -> bool:
-    """Return whether a Gutenberg header declares ISO 8859-1, which was common before about 2010."""
+    """Return whether a Project Gutenberg header declares ISO 8859-1, which was common before about 2010."""
     declared = _ENCODING.search(raw, 0, 20_000)
     return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
 
@@ -86,8 +86,8 @@ def paragraphs(text: str, problems: Problems) -> str:
     kept_paragraphs = []
     # Without Gutenberg's header, the first short line may be text, such as a line of a chat.
     may_be_title = has_header
-    for lines in re.split(r"\n[ \t]*\n", text):
-        paragraph = " ".join(lines.split())
+    for block in re.split(r"\n[ \t]*\n", text):
+        paragraph = " ".join(block.split())
         if not paragraph:
             continue
         if not any(character.isalpha() for character in paragraph):  # page numbers, rows of asterisks

@@ -22,9 +22,9 @@ class Reader(ColumnReader):
     suffixes = (".csv", ".tsv")
 
     def find(self, config_key: str) -> list[Input]:
-        files = super().find(config_key)
-        inputs.check_column(self.config, config_key, Path(files[0].paths[0]), _column_names)
-        return files
+        found = super().find(config_key)
+        inputs.check_column(self.config, config_key, Path(found[0].paths[0]), _column_names)
+        return found
 
     def is_stream(self, item: Input) -> bool:
         return True
@@ -64,35 +64,35 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
-    """Yield (record batch of the text column, bytes read so far). Rows of another width are added to `problems`.
+    """Yield (record batch of the text column, bytes read so far). Rows of another width are skipped as `problems`.
 
-    Arrow cannot read a row that is larger than its block size, nor continue where it stopped. In this case, the file is
+    Arrow cannot read a row that is larger than its block size, nor continue where it failed. In this case, the file is
     read again from the start with larger blocks.
     """
     yielded, block_bytes = 0, inputs.CHUNK_BYTES
     while True:
-        rows, left_out = 0, Problems()
+        row_count, skipped = 0, Problems()
         try:
             with path.open("rb") as raw:
                 stream = TextStream(path, raw)
-                for batch in _open_csv(path, stream, column, quoting, block_bytes, left_out):
-                    new = batch.slice(max(0, yielded - rows))
-                    rows += batch.num_rows
+                for batch in _open_csv(path, stream, column, quoting, block_bytes, skipped):
+                    new = batch.slice(max(0, yielded - row_count))
+                    row_count += batch.num_rows
                     for smaller in _smaller_batches(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
                         yield smaller, raw.tell()
-            problems.extend(left_out.entries())
+            problems.extend(skipped.entries())
             if stream.fault:
                 raise BrokenInputError(f"broken file: {stream.fault}")
             return
         except ValueError as error:
             if "straddling" not in str(error):
-                problems.extend(left_out.entries())
+                problems.extend(skipped.entries())
                 raise
         if block_bytes >= records.MAX_RECORD_BYTES:
             raise InputError(
                 f"{path}: a row of more than {records.MAX_RECORD_BYTES >> 20} MB. Check that its quotes are closed."
             )
-        yielded, block_bytes = max(yielded, rows), 2 * block_bytes
+        yielded, block_bytes = max(yielded, row_count), 2 * block_bytes
 
 
 def _smaller_batches(batch: Any) -> Iterator[Any]:
@@ -102,15 +102,15 @@ def _smaller_batches(batch: Any) -> Iterator[Any]:
 
 
 def _open_csv(
-    path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, left_out: Problems
+    path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, skipped: Problems
 ) -> Any:
-    """Open a reader of record batches of the text column, as bytes. Rows of another width are added to `left_out`."""
+    """Open a reader of record batches of the text column, as bytes. Rows of another width are added to `skipped`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     def skip(row: Any) -> str:
         width = f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}"
-        left_out.add(str(path), "row left out", width)
+        skipped.add(str(path), "row left out", width)
         return "skip"
 
     is_quoted = quoting == "standard"

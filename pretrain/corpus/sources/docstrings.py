@@ -20,10 +20,10 @@ from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped
 from pretrain.corpus.listing import files_in
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
-_MIN_WORDS = 6  # minimum words of a paragraph
+_MIN_WORDS = 6  # minimum words of a paragraph that is kept
 _MIN_TEXT_LINE_WORDS = 4  # a line with fewer words above an indented line is a parameter's name and type
 _MIN_PLAIN_SHARE = 0.9  # minimum share of letters, spaces and plain punctuation; code and tables have less
-_TOPICS = ("pydoc_data", "topics.py")
+_TOPICS = ("pydoc_data", "topics.py")  # module with the help topics
 
 _ROLE = re.compile(r":[\w:+.-]+:`(~?)\.?([^`<>]+?)(?:\s*<[^`]*>)?`")  # :class:`~a.b.C` shows C
 _LINK = re.compile(r"`([^`<>]+?)\s*<[^`<>]*>`__?")
@@ -72,8 +72,8 @@ def installed_modules() -> list[str]:
 def _is_left_out(file: Path, root: Path) -> bool:
     """Return whether a file below `root` is a test or in a site-packages folder.
 
-    The standard library's folder may contain site-packages: of this Python, which are a separate root, or of the Python
-    from which a virtual environment was created, which are not installed in it.
+    The standard library's folder may contain site-packages: either this Python's, which is a separate root, or the
+    folder of the Python from which a virtual environment was created, whose packages are not installed in it.
     """
     parts = file.relative_to(root).parts
     return _is_test(parts) or "site-packages" in parts
@@ -119,32 +119,32 @@ def syntax_tree(source: bytes) -> Iterator[ast.Module]:
     Garbage collection is disabled in the `with` block: trees have no cycles, and searching for cycles would double the
     time.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as invalid escapes in third-party files
             yield ast.parse(source)
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
     """Yield the docstrings of the module, its classes and functions, in the order of the file."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False)
             if docstring:
                 yield docstring
-        body: list[ast.AST] = []
+        statements: list[ast.AST] = []
         for name in ("body", "handlers", "orelse", "finalbody"):
             children = getattr(node, name, None)
             if isinstance(children, list):
-                body += children
-        todo.extend(reversed(body))
+                statements += children
+        pending.extend(reversed(statements))
 
 
 def _topics(tree: ast.Module) -> list[list[str]]:
@@ -169,24 +169,24 @@ def _line_runs(lines: list[str]) -> Iterator[str]:
     """Yield runs of lines with the same indentation, list item or argument, without code blocks and doctests."""
     run: list[str] = []
     indent = code_indent = -1  # lines that are indented more than code_indent are a literal block
-    fenced = doctest = False
+    in_fence = in_doctest = False
     for line in [*lines, ""]:
         text = line.strip()
         depth = len(line) - len(line.lstrip())
         if text.startswith(("```", "~~~")):
-            fenced = not fenced
+            in_fence = not in_fence
             text = ""
         if text.startswith((">>> ", "... ", "In [")):
-            doctest = True
+            in_doctest = True
         if not text:
-            doctest = False
+            in_doctest = False
         elif code_indent >= 0 and depth <= code_indent:
             code_indent = -1
-        skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
+        skip = not text or in_fence or in_doctest or code_indent >= 0 or text.startswith("..")
         is_item = bool(_BULLET.match(text) or _FIELD.match(text))
         is_argument = depth != indent and _ARGUMENT.match(text) is not None
-        below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_TEXT_LINE_WORDS
-        if run and (skip or is_item or is_argument or below_name or depth < indent):
+        is_below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_TEXT_LINE_WORDS
+        if run and (skip or is_item or is_argument or is_below_name or depth < indent):
             yield " ".join(run)
             run = []
         if text.startswith("..") or text.endswith("::"):

@@ -26,15 +26,15 @@ class Reader(ColumnReader):
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
         dataset = hub_dataset(config_key, source.dataset, source.subset, source.split, source.revision)
-        if dataset.column_names is not None:  # for some data sets, None until a row is read
+        if dataset.column_names is not None:  # None for some data sets until a row is read
             _check_column(source, f"{config_key}.text_column: ", dataset.column_names)
-        shards = dataset.num_shards
-        return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
+        count = dataset.num_shards
+        return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{count}",), 0) for shard in range(count)]
 
     def cut(self, item: Input) -> Iterator[Span]:
-        if item.is_remote:
-            shard, shards = item.paths[0].rpartition("#")[2].split("/")
-            yield Span(start=int(shard), end=int(shards))
+        if item.is_on_hub:
+            shard, shard_count = item.paths[0].rpartition("#")[2].split("/")
+            yield Span(start=int(shard), end=int(shard_count))
             return
         rows = len(saved_dataset(self.config.dataset, self.config.split))
         step = max(1, rows * inputs.CHUNK_BYTES // max(item.bytes, 1))

@@ -28,13 +28,13 @@ class Reader(ColumnReader):
 
         problems = Problems()
         try:
-            groups = pq.read_metadata(item.paths[0]).num_row_groups
+            group_count = pq.read_metadata(item.paths[0]).num_row_groups
         except (OSError, pa.ArrowException) as error:
-            groups = 0
+            group_count = 0
             problems.add(item.paths[0], f"broken file: {one_line(error)}")
-        for group in range(groups):
-            yield Span(start=group, end=group + 1, bytes=item.bytes // groups)
-        if not groups:
+        for group in range(group_count):
+            yield Span(start=group, end=group + 1, bytes=item.bytes // group_count)
+        if not group_count:
             yield Span(problems=problems.entries())
 
     def values(self, chunk: Chunk) -> Iterator[Any]:
@@ -51,11 +51,11 @@ class Reader(ColumnReader):
 
 
 def _as_bytes(column: Any) -> Any:
-    """Convert a column of strings to bytes: Arrow does not validate strings, the base class does."""
+    """Convert a column of strings to bytes, which the base class validates; Arrow does not validate strings."""
     import pyarrow as pa
 
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    dtype = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    is_text = pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype)
     return column.cast(pa.large_binary()) if is_text else column
 
 
@@ -71,11 +71,11 @@ def _check_type(file: Path, column: str, config_key: str) -> None:
     import pyarrow.parquet as pq
 
     try:
-        kind = pq.read_schema(file).field(column).type
+        dtype = pq.read_schema(file).field(column).type
     except (OSError, pa.ArrowException):
         return
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(str(values).endswith(name) for name in ("string", "string_view", "binary", "binary_view", "null")):
+    dtype = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+    if not any(str(dtype).endswith(name) for name in ("string", "string_view", "binary", "binary_view", "null")):
         raise InputError(
-            f"{config_key}.text_column: {column!r} in {file} is {values}, not text. Name or write a column of strings."
+            f"{config_key}.text_column: {column!r} in {file} is {dtype}, not text. Name or write a column of strings."
         )

@@ -41,13 +41,13 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
     _report_unread(text, count, path, problems)
 
 
-def _report_unread(text: str, count: int, path: str, problems: Problems) -> None:
-    """Add the articles that could not be read to `problems`; `count` is the number of articles read."""
-    opened = count
-    if text.count("<doc") != count:  # five times as fast as the next line, and usually equal
+def _report_unread(text: str, read_count: int, path: str, problems: Problems) -> None:
+    """Add the articles that could not be read to `problems`; `read_count` is the number of articles read."""
+    opened = read_count
+    if text.count("<doc") != read_count:  # five times as fast as the next line, and usually equal
         opened = text.count("\n<doc ") + text.startswith("<doc ")
-    if opened > count:
-        problems.add(path, "<doc> that is not closed or has no title", count=opened - count)
+    if opened > read_count:
+        problems.add(path, "<doc> that is not closed or has no title", count=opened - read_count)
     elif not opened and _JSON.match(text):
         problems.add(path, "JSON, as WikiExtractor's --json writes: use kind jsonl")
     elif not opened and text.strip():
