@@ -127,10 +127,10 @@ class Classification(Task[Example]):
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}
 
-    def others(self, example: Example) -> Mapping[str, Any]:
+    def unused_columns(self, example: Example) -> Mapping[str, Any]:
         return example.others or {}
 
-    def first_value(self, examples: Sequence[Example]) -> float:
+    def initial_prediction(self, examples: Sequence[Example]) -> float:
         return float(self._true_labels(examples).mean())
 
     # ------------------------------------------------------------ predictions and scores
