@@ -26,7 +26,7 @@ def read_delimited(
     text, declared_delimiter = _split_declaration(text)
     delimiter = layout.delimiter or declared_delimiter or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are skipped, except between other rows of a file with one column: they are its empty cells.
+    # Blank rows are skipped, but in a file with one column, those between other rows are empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
     first_line, first_row = next(rows)
     names = first_row if layout.header else []
@@ -35,10 +35,11 @@ def read_delimited(
     width = len(first_row)
     positions = _positions(path, requested, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest = {str(name): index for index, name in enumerate(names or range(width)) if index not in positions.values()}
-    others: list[dict[str, str]] = []
+    all_names = enumerate(names or range(width))
+    other_positions = {str(name): index for index, name in all_names if index not in positions.values()}
+    other_cells: list[dict[str, str]] = []
     lines = []
-    targets = list(zip(cells, positions.values(), strict=True))
+    cells_and_positions = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
             if on_skipped is None:
@@ -46,11 +47,11 @@ def read_delimited(
             on_skipped(f"{path}:{line}")
             continue
         lines.append(line)
-        for column, position in targets:
-            column.append(fields[position])
-        if requested.with_others:
-            others.append({name: fields[position] for name, position in rest.items()})
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
+        for column_cells, position in cells_and_positions:
+            column_cells.append(fields[position])
+        if requested.read_all:
+            other_cells.append({name: fields[position] for name, position in other_positions.items()})
+    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", other_cells=other_cells)
 
 
 def _split_declaration(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
@@ -101,7 +101,7 @@ def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np
     """Return the prefixes of `spans` in `scheme`, uint8 [W], for sentences that start at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
-    prefixes[ragged(spans.first, lengths)] = INSIDE
+    prefixes[concatenate_ranges(spans.first, lengths)] = INSIDE
     if scheme == "iob2":
         prefixes[spans.first] = BEGIN
     elif scheme == "bioes":

@@ -15,7 +15,7 @@ import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.custom_metric import custom_score, metric_name
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.sentence_records import to_sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, group_documents
 from finetune.tasks.datasets.text import TextEncoder, TokenizedTexts, frame
@@ -306,7 +306,7 @@ def _assign_words(
     seen_first = np.maximum(first, np.searchsorted(starts, start, "left"))
     seen_end = np.minimum(end, np.searchsorted(starts, start + length, "left"))
     seen = np.maximum(seen_end - seen_first, 0)
-    window, word = np.repeat(np.arange(len(example)), seen), ragged(seen_first, seen)
+    window, word = np.repeat(np.arange(len(example)), seen), concatenate_ranges(seen_first, seen)
     has_token = starts[word + 1] > starts[word]
     window, word = window[has_token], word[has_token]
     is_ambiguous = np.bincount(example)[example[window]] > 1 if len(window) else np.zeros(0, bool)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from finetune.tasks.base import Windows
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
@@ -220,7 +220,7 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
         return has_most
     window = np.flatnonzero(has_several)
     length = lengths[window]
-    position = ragged(np.zeros(len(window), np.int64), length)
+    position = concatenate_ranges(np.zeros(len(window), np.int64), length)
     context = np.minimum(position, np.repeat(length, length) - 1 - position)
     # Number the tokens of each example: its first window starts where its context does.
     distinct, group = np.unique(examples[window], return_inverse=True)
@@ -233,7 +233,7 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     best = np.flatnonzero(context == largest[key])[::-1]
     owner = np.full(len(largest), -1)
     owner[key[best]] = best  # in reverse order, so that the first of equals is written last
-    has_most[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
+    has_most[concatenate_ranges((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
     return has_most
 
 

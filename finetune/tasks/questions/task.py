@@ -9,7 +9,7 @@ import numpy as np
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import squad
-from finetune.tasks.datasets.arrays import distinct
+from finetune.tasks.datasets.arrays import unique_strings
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.datasets.text import FramedWindows, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import slide
@@ -163,8 +163,8 @@ class Questions(Task[Question]):
             InputError: windows are too short for max_question_tokens and stride.
         """
         self._check_window_size(encoder)
-        questions, question_N = distinct([example.text.strip() for example in examples])
-        passages, context_N = distinct([example.context for example in examples])
+        questions, question_N = unique_strings([example.text.strip() for example in examples])
+        passages, context_N = unique_strings([example.context for example in examples])
         encoded_questions, contexts = encoder.encode(questions), encoder.encode(passages)
         length_N = np.diff(encoded_questions.starts)[question_N]
         question_length_N = np.minimum(length_N, self.settings.max_question_tokens)
