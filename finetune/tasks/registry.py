@@ -16,11 +16,7 @@ from pretrain.common.sections import Section, is_section
 
 KIND = Contract("TASK", Task, ("settings_type", "head", "summary"))
 
-TASKS: tuple[type[Task[Any]], ...] = (
-    Classification,
-    Entities,
-    Questions,
-)
+TASKS: tuple[type[Task[Any]], ...] = (Classification, Entities, Questions)
 
 
 def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task[Any]:

@@ -54,8 +54,8 @@ def never_predicted_warnings(
 ) -> Iterator[str]:
     """Yield warnings, with causes, if the model predicts only one class, or never predicts a frequent class.
 
-    `counts[true][predicted]` are numbers of examples, `training_counts` those of training examples by class ({} if
-    unknown), and `threshold` the minimum probability to predict the positive class (two classes).
+    `counts[true][predicted]` are numbers of examples, `training_counts` is the number of training examples of
+    each class ({} if unknown), and `threshold` the minimum probability to predict the positive class (two classes).
     """
     advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; try another."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}

@@ -11,7 +11,7 @@ from finetune.tasks.datasets.labels import Label, ProblemType
 
 THRESHOLD = 0.5  # default minimum probability to predict a label
 _LOG_TEMPERATURE_STD = 0.5  # standard deviation of the normal prior on the logarithm of the temperature
-_MAX_SAMPLED = 100  # maximum number of thresholds to try on the dev set, besides those near multiples of 0.01
+_MAX_SAMPLED = 100  # maximum size of the sample of thresholds to try on the dev set
 
 Predictions = Sequence[Mapping[str, Any]]
 

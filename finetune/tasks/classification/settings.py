@@ -56,10 +56,7 @@ class ClassificationSettings(Section):
         ge=0,
         description="Number of training examples to use: a fixed sample, stratified by class; 0 uses all.",
     )
-    format: Format = Field(
-        default="",
-        description="Format of the files; empty: determined by the suffix.",
-    )
+    format: Format = Field(default="", description="Format of the files; empty: determined by the suffix.")
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
         default=True, description="csv, tsv: the first row has the column names; if false, columns are numbered from 0."

@@ -43,10 +43,7 @@ class ExampleSource:
     """
 
     def __init__(
-        self,
-        settings: ClassificationSettings,
-        problem_type: ProblemType,
-        state: Mapping[str, Any] | None = None,
+        self, settings: ClassificationSettings, problem_type: ProblemType, state: Mapping[str, Any] | None = None
     ) -> None:
         self._settings = settings
         self._problem_type: ProblemType = problem_type
@@ -89,7 +86,7 @@ class ExampleSource:
         table = self._drop_unlabeled(self.tables.read("train"))
         raw_labels = self._raw_labels(table)
         if self._names is None:
-            # The order is that of the data set's classes, if it defines any.
+            # Keep the order of the data set's classes, if it defines any.
             self._names = {name: name for name in table.classes.get("label") or sort_names(raw_labels)}
         examples = self._examples(table, raw_labels)
         if self._settings.dev_share:

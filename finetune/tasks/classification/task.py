@@ -22,11 +22,7 @@ from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_OBJECTIVES: dict[ProblemType, Objective] = {
-    "single_label": "classes",
-    "multi_label": "labels",
-    "regression": "value",
-}
+_OBJECTIVES: dict[ProblemType, Objective] = {"single_label": "classes", "multi_label": "labels", "regression": "value"}
 
 
 class Classification(Task[Example]):
@@ -122,7 +118,7 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing ones."""
+        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing entries."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}

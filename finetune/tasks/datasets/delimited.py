@@ -26,7 +26,7 @@ def read_delimited(
     text, declared_delimiter = _split_declaration(text)
     delimiter = layout.delimiter or declared_delimiter or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are skipped, but in a file with one column, those between other rows are empty cells.
+    # Blank rows are skipped, but in a file with one column, blank rows between other rows are empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
     first_line, first_row = next(rows)
     names = first_row if layout.header else []

@@ -50,11 +50,7 @@ class TextEncoder:
                 "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
                 "to this model. Add the model's own tokenizer files to the folder."
             )
-        self.prefix, self.between, self.suffix = (
-            ids[: first[0]],
-            ids[first[-1] + 1 : second[0]],
-            ids[second[-1] + 1 :],
-        )
+        self.prefix, self.between, self.suffix = ids[: first[0]], ids[first[-1] + 1 : second[0]], ids[second[-1] + 1 :]
         # Byte-level BPE: a word has different tokens at the start of a string and within it.
         ids_a, ids_b, ids_a_b = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
         self._words_need_space = ids_a + ids_b != ids_a_b

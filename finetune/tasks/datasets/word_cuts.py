@@ -180,7 +180,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _class_of(piece: str) -> str:
-    """Return the class of a piece; a symbol is its own class."""
+    """Return the class of a piece; a symbol is returned unchanged."""
     if scripts.STARTS_UNIT.match(piece):
         kind = scripts.kind_of(piece[0])
         kana = _KATAKANA if "\u30a0" <= piece[0] <= "\u30ff" else _HIRAGANA
