@@ -56,8 +56,8 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 def _evaluation_folder(folder: Path) -> Path:
     """Return the default folder for results: in the run folder, or next to an export (others may use the export)."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
-    return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
+    is_run_model = folder.name == MODEL and (folder.parent / SCORES).is_file()
+    return folder.parent / ("evaluation" if is_run_model else f"{folder.name}-evaluation")
 
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:

@@ -23,7 +23,7 @@ _SHORT_RECORD = 2_000  # characters; below this length, a single thread is faste
 def predict(
     model: Path, source: str, out: Path | None, fields: Mapping[str, str] | None = None, **options: Any
 ) -> None:
-    """Print predictions as JSON Lines, or write them to a file: CSV or Parquet, depending on its suffix, or JSON Lines.
+    """Print predictions as JSON Lines, or write a file: CSV or Parquet if it has that suffix, else JSON Lines.
 
     Args:
         model: the folder of a fine-tuned model.

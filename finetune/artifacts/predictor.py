@@ -73,7 +73,7 @@ class Predictor:
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: Record | Iterable[Any]) -> Any:
-        """Return the prediction for one string or record, or a list of them for a list. See `Task.decode` for its keys.
+        """Return the prediction for a string or record, or predictions for a list, with the keys of the task's `decode`.
 
         The rows of a table (pandas, polars, Arrow) are records.
         """
@@ -88,8 +88,8 @@ class Predictor:
     ) -> Iterator[dict[str, Any]]:
         """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
-        With `live`, predictions do not wait for later records: a batch has the records that have arrived. The only
-        exception is `document_context`: a sentence then waits until its document is complete.
+        With `live`, predictions do not wait for later records: a batch has the records that have arrived by then. The
+        only exception is `document_context`: a sentence then waits until its document is complete.
         """
         for record, _, prediction in self._predict_records(enumerate(_to_records(records), 1), where, live=live):
             yield {**_id_entry(record), **prediction}

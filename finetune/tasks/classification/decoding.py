@@ -52,7 +52,7 @@ class LabelDecoder:
             return [{"value": value} for value in logits_NC[:, 0].tolist()]
         if self.problem_type == "multi_label":
             probabilities_NC = 0.5 * (1 + np.tanh(logits_NC / 2))  # the logistic function, without overflow
-            return [self._label_set(probabilities) for probabilities in probabilities_NC.tolist()]
+            return [self._predict_labels(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
         best_N = logits_NC.argmax(1)
@@ -137,7 +137,7 @@ class LabelDecoder:
             best = min((best + np.linspace(-radius, radius, 21)).tolist(), key=loss)
         return float(np.exp(best))
 
-    def _label_set(self, probabilities: Sequence[float]) -> dict[str, Any]:
+    def _predict_labels(self, probabilities: Sequence[float]) -> dict[str, Any]:
         scores = dict(zip(self.names, probabilities, strict=True))
         return {"labels": [name for name in self.names if scores[name] >= self.threshold], "scores": scores}
 

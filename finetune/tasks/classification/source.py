@@ -248,6 +248,7 @@ class ExampleSource:
     def _examples(
         self, table: Table, raw_labels: Sequence[Label | None] | None = None, *, warn: bool = False
     ) -> list[Example]:
+        """Return the examples of a table; if `warn`, warn about blank cells."""
         if not len(table):
             raise InputError(f"{table.source}: no examples. Give a file with at least one.")
         raw_labels = self._raw_labels(table) if raw_labels is None else raw_labels
@@ -276,9 +277,9 @@ class ExampleSource:
             raise InputError(
                 f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
-        keys = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
-        dropped = splits.held_out(keys, [_classes(example) for example in examples], len(examples) - count)
-        return [example for example, is_dropped in zip(examples, dropped, strict=True) if not is_dropped][:count]
+        distinct = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
+        is_dropped = splits.held_out(distinct, [_classes(example) for example in examples], len(examples) - count)
+        return [example for example, dropped in zip(examples, is_dropped, strict=True) if not dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Raise `InputError` if all labels of the training set are the same."""
@@ -333,12 +334,12 @@ def _warn(warnings: Iterable[str]) -> None:
         logger.warning("%s", warning)
 
 
-def _text_field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
-    """Return the string under the first key in `names` that the record has."""
-    for name in names:
-        if isinstance(name, str) and name in record:
-            return _expect_text(record[name], where, repr(name))
-    raise InputError(f"{where}: no {names[-1]!r}; it has {listing(record) or 'nothing'}.")
+def _text_field(record: Mapping[str, Any], where: str, *keys: Key | None) -> str:
+    """Return the string under the first of the `keys` that the record has."""
+    for key in keys:
+        if isinstance(key, str) and key in record:
+            return _expect_text(record[key], where, repr(key))
+    raise InputError(f"{where}: no {keys[-1]!r}; it has {listing(record) or 'nothing'}.")
 
 
 def _expect_text(value: Any, where: str, name: str) -> str:

@@ -43,7 +43,7 @@ class TableSource:
 
     def read(self, split: str) -> Table:
         """Read a labeled set that must exist."""
-        table = self._read(split, labeled=True)
+        table = self._read_split(split, labeled=True)
         if table is None:
             expected = glue.expected_files(self._settings.glue, self._settings.glue_dir, split)
             hint = " or set dev_share" if split == "dev" else ""
@@ -52,7 +52,7 @@ class TableSource:
 
     def read_unlabeled(self, split: str) -> Table | None:
         """Read a set whose labels may be missing; None if GLUE's folder has no such file."""
-        return self._read(split, labeled=False)
+        return self._read_split(split, labeled=False)
 
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
@@ -102,12 +102,12 @@ class TableSource:
 
     def check_no_official_dev(self) -> None:
         """Raise `InputError` if `dev_share` is set for a task that has an official dev set."""
-        if self._glue and self._read(self._glue.dev[0], labeled=True) is not None:
+        if self._glue and self._read_split(self._glue.dev[0], labeled=True) is not None:
             raise InputError(
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, split: str, *, labeled: bool) -> Table | None:
+    def _read_split(self, split: str, *, labeled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, split)
@@ -154,7 +154,7 @@ class TableSource:
         return partial(labeled_rows, text_columns=text_columns, label_column=label, input_columns=input_columns)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
-        """Return the columns that may be missing: ids, and labels if not `labeled`; never the text column."""
+        """Return the columns that may be missing: ids, and labels if not `labeled`, unless they also have texts."""
         keys = self.column_keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}

@@ -231,14 +231,14 @@ class Classification(Task[Example]):
             return (labels * weights_C).astype(np.float32)
         if self.problem_type == "regression" or not smoothing:
             return labels.astype(np.float32 if self.problem_type == "regression" else np.int64)
-        # The weight of an example already has the weight of its class as a factor.
+        # Divided by the weight of the class, because that is already a factor of the example's weight.
         smoothed_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
         return ((1 - smoothing) * np.eye(self.outputs)[labels] + smoothed_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, limited: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (index of each window's example, int64 [F]; windows); `limited`: at most `max_windows` each."""
+        """Return (index of each window's example, int64 [F]; windows), at most `max_windows` per example if `limited`."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
@@ -251,10 +251,10 @@ class Classification(Task[Example]):
         example, *spans = self._limit_windows(cut, len(examples)) if limited else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
-    def _limit_windows(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
+    def _limit_windows(self, cut: tuple[np.ndarray, ...], num_examples: int) -> tuple[np.ndarray, ...]:
         """Keep at most `max_windows` windows of each example; `cut[0]` is the index of each window's example."""
         limit = self.settings.max_windows
-        counts = np.bincount(cut[0], minlength=examples)
+        counts = np.bincount(cut[0], minlength=num_examples)
         is_long = counts > limit
         if not is_long.any():
             return cut
@@ -262,13 +262,13 @@ class Classification(Task[Example]):
             "%d of %d examples are longer than %d windows (max_windows): training uses %d of their %d windows, "
             "evenly spaced; predictions use all",
             is_long.sum(),
-            examples,
+            num_examples,
             limit,
             limit * is_long.sum(),
             counts[is_long].sum(),
         )
-        rows = select_evenly(cut[0], examples, limit)
-        return tuple(column[rows] for column in cut)
+        selected = select_evenly(cut[0], num_examples, limit)
+        return tuple(array[selected] for array in cut)
 
 
 def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:

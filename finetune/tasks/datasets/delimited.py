@@ -38,7 +38,7 @@ def read_delimited(
     all_names = enumerate(names or range(width))
     other_positions = {str(name): index for index, name in all_names if index not in positions.values()}
     other_cells: list[dict[str, str]] = []
-    lines = []
+    line_numbers = []
     cells_and_positions = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
@@ -46,12 +46,12 @@ def read_delimited(
                 raise InputError(_width_error(path, line, len(fields), width, names, kind))
             on_skipped(f"{path}:{line}")
             continue
-        lines.append(line)
+        line_numbers.append(line)
         for column_cells, position in cells_and_positions:
             column_cells.append(fields[position])
         if requested.read_all:
             other_cells.append({name: fields[position] for name, position in other_positions.items()})
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", other_cells=other_cells)
+    return Table(dict(zip(positions, cells, strict=True)), str(path), line_numbers, ":", other_cells=other_cells)
 
 
 def _split_declaration(text: str) -> tuple[str, str]:

@@ -49,7 +49,7 @@ TASKS: dict[str, GlueTask] = {
     "cola": GlueTask(
         "CoLA",
         {"0": "unacceptable", "1": "acceptable"},
-        text=3,  # its files have no header
+        text=3,  # an index, because its training and dev files have no header
         pair=None,
         label=1,
         scores=("matthews", "accuracy"),

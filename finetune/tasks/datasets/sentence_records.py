@@ -241,7 +241,7 @@ def _make_tags(
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
     tags = ["O"] * len(offsets)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    next_free = 0
+    next_free = 0  # index after the last word of an entity so far
     for start, end, kind in spans:
         first = int(np.searchsorted(ends, start, "right"))
         stop = int(np.searchsorted(starts, end, "left"))

@@ -226,6 +226,7 @@ def _question_records(item: dict[str, Any], location: str, default_id: str) -> I
 
 
 def _qas_records(paragraph: dict[str, Any], location: str, default_id: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of a paragraph."""
     for index, record in enumerate(_expect_list(paragraph, "qas", location)):
         if default_id and isinstance(record, dict):
             record = {"id": f"{default_id}.{index + 1}", **record}

@@ -14,7 +14,7 @@ Key = str | int
 """A column's name, or its index from 0."""
 
 Converter = Callable[[list[Any], Callable[[int], str]], list[Any]]
-"""Converts records to rows; the second argument returns the location of the record with an index, for errors."""
+"""Converts records to rows; the second argument returns the location of the record with a given index, for errors."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -27,7 +27,7 @@ class TableFormat:
     encoding: str = "utf-8"  # a byte-order mark is skipped
     delimiter: str = ""  # one character; "" means a comma, or a tab in .tsv
     quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and no cell may start with a quote
-    header: bool = True  # the first row has the column names
+    header: bool = True  # whether the first row has the column names
     convert: Converter | None = None  # converts JSON records of annotation tools
 
 

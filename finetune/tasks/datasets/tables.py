@@ -125,7 +125,7 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
             keys = listing(requested.columns)
             raise InputError(f"{path}{separator}{number}: found {excerpt(record)}; expected an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
-    other_cells = []
+    other_cells: list[dict[str, Any]] = []
     if requested.read_all:
         found = {key for record in records for column in requested.columns if (key := requested.find(column, record))}
         rest = [{key: value for key, value in record.items() if key not in found} for record in records]

@@ -78,7 +78,7 @@ class TextEncoder:
         return replace(encoded, offsets=np.maximum(encoded.offsets - 1, 0))
 
     def _encode_words_once(self, texts: Sequence[str]) -> TokenizedTexts:
-        """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
+        """Tokenize each distinct string between spaces once, then gather its tokens for each of the W occurrences."""
         first_word_N = np.concatenate([[0], np.cumsum([text.count(" ") + 1 for text in texts], dtype=np.int64)])
         vocabulary: dict[str, int] = {}
         indices = (vocabulary.setdefault(word, len(vocabulary)) for text in texts for word in text.split(" "))

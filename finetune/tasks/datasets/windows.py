@@ -79,9 +79,11 @@ def _slide_both(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capa
     short_counts, long_counts = (np.bincount(document, minlength=len(pairs)) for document in (short[0], long[0]))
     counts = np.maximum(short_counts, long_counts)
     pair, index = _index_in_groups(counts)
-    in_short = (np.cumsum(short_counts) - short_counts)[pair] + index * short_counts[pair] // counts[pair]
-    in_long = (np.cumsum(long_counts) - long_counts)[pair] + index * long_counts[pair] // counts[pair]
-    return np.stack([pairs[pair], short[1][in_short], short[2][in_short], long[1][in_long], long[2][in_long]])
+    short_index = (np.cumsum(short_counts) - short_counts)[pair] + index * short_counts[pair] // counts[pair]
+    long_index = (np.cumsum(long_counts) - long_counts)[pair] + index * long_counts[pair] // counts[pair]
+    return np.stack(
+        [pairs[pair], short[1][short_index], short[2][short_index], long[1][long_index], long[2][long_index]]
+    )
 
 
 def _index_in_groups(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

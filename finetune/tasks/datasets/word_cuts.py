@@ -55,13 +55,13 @@ class WordCuts:
         for (first_class, second_class, _), count in trigrams.items():
             contexts[first_class, second_class] += count
         words_in_trigrams = contexts[_START, _START]
-        log_scale = math.log(words_in_trigrams / total) if words_in_trigrams else 0.0
+        log_share = math.log(words_in_trigrams / total) if words_in_trigrams else 0.0
         self._log_trigrams = {
-            key: math.log(count / contexts[key[:2]]) + (log_scale if key[1] == _START else 0.0)
+            key: math.log(count / contexts[key[:2]]) + (log_share if key[1] == _START else 0.0)
             for key, count in trigrams.items()
         }
         self._log_compounds = {word: math.log(count / total) for word, count in compounds.items()}
-        self._longest_compound = max((len(_pieces(word)) for word in compounds), default=0)
+        self._longest_compound = max((len(_pieces(word)) for word in compounds), default=0)  # in pieces
         self._log_unseen = math.log(_UNSEEN_COUNT / max(total, 1))
         self._cache: dict[str, tuple[int, ...]] = {}
 

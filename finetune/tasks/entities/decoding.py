@@ -44,7 +44,7 @@ class Decoder:
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
         """Return the element of `PENALTIES` with the best `metric` on these labeled examples; ties: nearest to 0.
 
-        A penalty of O lowers the probability at which an entity is predicted. If entities are rare, the best F1 needs
+        A penalty of O lowers the probability from which an entity is predicted. If entities are rare, F1 is best with
         less than one half (Lipton et al. 2014, arXiv:1402.1892).
         """
         starts = _word_starts(examples)
@@ -91,7 +91,7 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
     num_active = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
     outputs = log_probabilities.shape[1]
     pointers = np.zeros(log_probabilities.shape, np.int64)  # [word, label]: best label of the previous word
-    log_best = np.full((len(lengths), outputs), -np.inf)  # [sentence, label]: best sequence that ends with the label
+    log_best = np.full((len(lengths), outputs), -np.inf)  # [sentence, label]: best sequence up to this label
     for position, active in enumerate(num_active):
         words = first[:active] + position
         if position == 0:

@@ -85,9 +85,9 @@ def find_entities(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpan
     prefixes = tags.prefixes
     previous, same_type = _previous_tags(tags)
     if rule == "conlleval":
-        inside = prefixes != OUTSIDE
-        continues = inside & same_type & _is_any(prefixes, INSIDE, END) & _is_any(previous, BEGIN, INSIDE)
-        is_start = inside & ~continues
+        in_entity = prefixes != OUTSIDE
+        continues = in_entity & same_type & _is_any(prefixes, INSIDE, END) & _is_any(previous, BEGIN, INSIDE)
+        is_start = in_entity & ~continues
     else:
         is_start = prefixes == BEGIN
         continues = same_type & (prefixes == INSIDE)
@@ -179,7 +179,7 @@ def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conll
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
-    """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
+    """Return the 95 % bootstrap interval of f1 over all entities, from resampled sentences."""
     true, guesses, is_correct = _match(gold, predicted, "conlleval")
     num_sentences = len(gold.starts) - 1
     # A word is in the last sentence that starts at or before it; empty sentences have no words.
@@ -220,7 +220,7 @@ def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, fl
 
 
 def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """Return (prefix of the previous word, O at the start of a sentence; whether it has the same type), [W] each."""
+    """Return, for each word, (prefix of the previous word, O if none; whether that word has the same type), [W] each."""
     previous, same_type = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same_type[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     first_words = tags.starts[:-1][tags.starts[:-1] < len(tags)]

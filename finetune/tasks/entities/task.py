@@ -251,7 +251,7 @@ class _AlignedSentences:
 
 
 def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
-    """Tokenize the words of the examples, or of their whole documents; without them, an example is a document."""
+    """Tokenize the examples; `with_documents`, their whole documents. Otherwise, each example counts as a document."""
     if with_documents:
         documents = list({id(sentence.document): sentence.document for sentence in examples}.values())
         indices = {id(document): index for index, document in enumerate(documents)}
@@ -304,10 +304,10 @@ def _assign_words(
     """
     starts = sentences.tokens.starts
     first, end = sentences.first[example], sentences.end[example]
-    seen_first = np.maximum(first, np.searchsorted(starts, start, "left"))
-    seen_end = np.minimum(end, np.searchsorted(starts, start + length, "left"))
-    counts = np.maximum(seen_end - seen_first, 0)
-    window, word = np.repeat(np.arange(len(example)), counts), concatenate_ranges(seen_first, counts)
+    first_word = np.maximum(first, np.searchsorted(starts, start, "left"))
+    end_word = np.minimum(end, np.searchsorted(starts, start + length, "left"))
+    counts = np.maximum(end_word - first_word, 0)
+    window, word = np.repeat(np.arange(len(example)), counts), concatenate_ranges(first_word, counts)
     has_token = starts[word + 1] > starts[word]
     window, word = window[has_token], word[has_token]
     is_ambiguous = np.bincount(example)[example[window]] > 1 if len(window) else np.zeros(0, bool)

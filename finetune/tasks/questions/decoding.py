@@ -85,11 +85,11 @@ class AnswerDecoder:
     def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
         """Return the threshold with the best `metric`, f1 or exact."""
         golds, by_id = _golds(examples), {prediction["id"]: prediction for prediction in predictions}
-        best = {id_: prediction["best_non_empty"] for id_, prediction in by_id.items()}
+        answers = {id_: prediction["best_non_empty"] for id_, prediction in by_id.items()}
         column = 0 if metric == "exact" else 1
-        scores = {id_: score_v2(texts, best[id_])[column] for id_, texts in golds.items() if id_ in best}
+        scores = {id_: score_v2(texts, answers[id_])[column] for id_, texts in golds.items() if id_ in answers}
         no_answer_scores = {id_: float(prediction["no_answer_score"]) for id_, prediction in by_id.items()}
-        best_score, threshold = best_threshold(golds, best, scores, no_answer_scores)
+        best_score, threshold = best_threshold(golds, answers, scores, no_answer_scores)
         if best_score > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
         # It is best to answer no question. The script then returns 0, but our scores, sums of logits, may be below 0.
@@ -98,15 +98,15 @@ class AnswerDecoder:
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
         """Return the scores that `Questions.score` describes."""
         golds, answers = _golds(examples), self._answers(predictions)
-        if not any(question in answers for question in golds):
+        if not any(id_ in answers for id_ in golds):
             raise InputError(
                 "predictions: none is for one of these questions. Give predictions with the ids of the questions."
             )
         if not self.unanswerable:
             return squad_v1(golds, answers)
-        best = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
+        best_answers = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
         no_answer_scores = {prediction["id"]: float(prediction["no_answer_score"]) for prediction in predictions}
-        scores = squad_v2(golds, best, no_answer_scores)
+        scores = squad_v2(golds, best_answers, no_answer_scores)
         return squad_v2(golds, answers) | {name: scores[name] for name in scores if name.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
@@ -119,17 +119,17 @@ class AnswerDecoder:
     def aligned_answers(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Any], list[str]]:
         """Return (lists of gold answers, predicted answers) of the questions that have a prediction."""
         golds, answers = _golds(examples), self._answers(predictions)
-        ids = [question for question in golds if question in answers]
-        return [golds[question] for question in ids], [answers[question] for question in ids]
+        ids = [id_ for id_ in golds if id_ in answers]
+        return [golds[id_] for id_ in ids], [answers[id_] for id_ in ids]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         answers = self._answers(predictions)
         score_answer = score_v2 if self.unanswerable else score_v1
         groups: dict[str, list[tuple[float, float]]] = {}
-        for question, texts in _golds(examples).items():
-            if question in answers:
-                groups.setdefault("HasAns" if texts else "NoAns", []).append(score_answer(texts, answers[question]))
+        for id_, texts in _golds(examples).items():
+            if id_ in answers:
+                groups.setdefault("HasAns" if texts else "NoAns", []).append(score_answer(texts, answers[id_]))
         return {
             "answerable": {name: {**means(groups[name]), "total": len(groups[name])} for name in sorted(groups)},
             "threshold": self.threshold if self.unanswerable else None,
@@ -167,7 +167,7 @@ def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans
     length_F = windows.extra["context_length"]
     may_start_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
     max_length = max(1, int(length_F.max(initial=0)))
-    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
+    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]  # (examples, first, last, scores) each
     parts += _combine(windows, logits, np.arange(len(windows)), may_start_T, min(N_BEST, max_length), max_tokens)
     answered = np.concatenate([part[0] for part in parts])
     unanswered = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
@@ -203,8 +203,8 @@ def _combine(
         start, end = (np.argsort(-scores, axis=1, kind="stable")[:, :num_best] for scores in (starts, ends))
         start_scores, end_scores = np.take_along_axis(starts, start, 1), np.take_along_axis(ends, end, 1)
         total = start_scores[:, :, None] + end_scores[:, None, :]
-        tokens = end[:, None, :] - start[:, :, None] + 1
-        row, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
+        num_tokens = end[:, None, :] - start[:, :, None] + 1
+        row, i, j = np.nonzero((num_tokens >= 1) & (num_tokens <= max_tokens) & np.isfinite(total))
         base = windows.extra["context_token"][window[row]]
         yield windows.examples[window[row]], base + start[row, i], base + end[row, j], total[row, i, j]
 
