@@ -73,7 +73,7 @@ class Predictor:
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: Record | Iterable[Any]) -> Any:
-        """Return the prediction for a string or record, or predictions for a list, with the keys of the task's `decode`.
+        """Return the prediction for a string or record, or predictions for a list. The task's `decode` lists the keys.
 
         The rows of a table (pandas, polars, Arrow) are records.
         """

@@ -151,10 +151,10 @@ class TableSource:
             return None
         input_columns = [key for name, key in keys.items() if name != "label"]
         text_columns = [keys[name] for name in ("text", "pair") if name in keys]
-        return partial(labeled_rows, text_columns=text_columns, label_column=label, input_columns=input_columns)
+        return partial(labeled_rows, text_columns=text_columns, label_column=label, inputs=input_columns)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
-        """Return the columns that may be missing: ids, and labels if not `labeled`, unless they also have texts."""
+        """Return the columns that may be missing: ids, and labels if not `labeled`; never a column with another use."""
         keys = self.column_keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}

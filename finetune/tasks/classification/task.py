@@ -238,7 +238,7 @@ class Classification(Task[Example]):
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, limited: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (index of each window's example, int64 [F]; windows), at most `max_windows` per example if `limited`."""
+        """Return (index of each window's example, int64 [F]; windows), `limited` to `max_windows` of each or not."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])

@@ -97,20 +97,15 @@ def _consensus(values: Sequence[Any]) -> Any:
 
 
 def labeled_rows(
-    records: list[Any],
-    where: Callable[[int], str],
-    *,
-    text_columns: Sequence[Any],
-    label_column: str,
-    input_columns: Sequence[Any],
+    records: list[Any], where: Callable[[int], str], *, text_columns: list[Any], label_column: str, inputs: list[Any]
 ) -> list[Any]:
     """Convert records of annotation tools to rows with these columns; the label is a `NoLabel` if there is none.
 
-    `input_columns` cannot have the label. Items that are not records are returned unchanged. `where` returns
+    `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
     the location of an item, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
-    candidates = names - _METADATA - set(input_columns)
+    candidates = names - _METADATA - set(inputs)
     # In Label Studio's short form, the only column besides metadata and inputs is the label column, whatever its name.
     is_renamed = "annotation_id" in names and label_column not in names and len(candidates) == 1
     found_column = candidates.pop() if is_renamed else label_column
@@ -126,9 +121,8 @@ def labeled_rows(
     labels = [row.get(label_column) if isinstance(row, dict) else None for row in rows]
     values = [UNLABELED if value is None else value for value in labels]
     merge_annotations(values, [example_key(record, text_columns) for record in records])
-    return [
-        {**row, label_column: value} if isinstance(row, dict) else row for row, value in zip(rows, values, strict=True)
-    ]
+    pairs = zip(rows, values, strict=True)
+    return [{**row, label_column: value} if isinstance(row, dict) else row for row, value in pairs]
 
 
 def _task_row(record: Mapping[str, Any], text_column: str, label_column: str, where: str) -> dict[str, Any]:

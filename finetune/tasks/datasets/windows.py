@@ -35,7 +35,7 @@ def cut_pairs(
     # Rows: index of pair; start and length in the shorter document; start and length in the longer one.
     windows = np.concatenate(
         [
-            _slide_longer(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
+            _slide_one(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
             _slide_both(shorter, longer, np.flatnonzero(shorter > capacity // 2), capacity, overlap),
         ],
         axis=1,
@@ -64,9 +64,7 @@ def select_evenly(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
     return (np.cumsum(counts) - counts)[example] + index
 
 
-def _slide_longer(
-    shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int
-) -> np.ndarray:
+def _slide_one(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
     """Return rows as in `cut_pairs`, int64 [5, F]: each window contains the whole shorter document."""
     pair, start, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
     return np.stack([pairs[pair], np.zeros_like(start), shorter[pairs][pair], start, length])

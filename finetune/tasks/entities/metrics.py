@@ -220,7 +220,7 @@ def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, fl
 
 
 def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each word, (prefix of the previous word, O if none; whether that word has the same type), [W] each."""
+    """Return, for each word, (prefix of the previous word, O if none; whether its type is the same), [W] each."""
     previous, same_type = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same_type[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     first_words = tags.starts[:-1][tags.starts[:-1] < len(tags)]
