@@ -37,7 +37,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 
     Raises:
         InputError: the model is damaged, or `out` is not an export.
-        MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ.
+        MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ from torch's.
     """
     folder = model_folder(model)
     _reject_model_folder(out, folder)

@@ -12,7 +12,7 @@ from finetune.tasks.classification.metrics import CLASS_SCORES, LABEL_SCORES, VA
 from finetune.tasks.custom_metric import metric_error
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.files import is_encoding
-from finetune.tasks.datasets.glue import Name as GlueName
+from finetune.tasks.datasets.glue import GlueName
 from finetune.tasks.datasets.labels import ProblemType
 from finetune.tasks.datasets.table import Format
 from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, LocalPath, Section

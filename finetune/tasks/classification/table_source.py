@@ -66,17 +66,17 @@ class TableSource:
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(file), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
             return self._rename_columns(table)
-        kind, layout = tables.format_of(file), self._layout
-        if kind and kind != tables.format_of(settings.train):
-            quoting = settings.quoting if kind == "tsv" else "auto"
+        file_format, layout = tables.format_of(file), self._layout
+        if file_format and file_format != tables.format_of(settings.train):
+            quoting = settings.quoting if file_format == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
-        if not labeled and not kind and not layout.format:
+        if not labeled and not file_format and not layout.format:
             reject_spreadsheet(file)
             if plain_suffix(file) == ".txt" and "pair" not in keys:
                 return tables.read_lines(file, settings.encoding)
             if not settings.glue:
                 raise InputError(self._unknown_format_message(path))
-        if settings.glue and kind in ("", "tsv"):
+        if settings.glue and file_format in ("", "tsv"):
             return glue.read_file(settings.glue, file, labeled=labeled)
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
         table = self._read_table(file, layout, labeled=labeled, aliases=aliases, read_all=True)

@@ -70,6 +70,7 @@ class Classification(Task[Example]):
         return self._source.tables.pair_column is not None
 
     def state(self) -> dict[str, Any]:
+        """Return the labels, their names in the files ("values"), the threshold, and each label's training examples."""
         return {
             "labels": list(self.labels),
             "values": list(self._source.names),

@@ -17,15 +17,15 @@ _DELIMITER_LINE = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')  # Excel's delimiter
 def read_delimited(
     path: Path,
     text: str,
-    kind: Format,
+    file_format: Format,
     layout: TableFormat,
     requested: RequestedColumns,
     on_skipped: Callable[[str], None] | None,
 ) -> Table:
     """Parse the requested columns of `text`, the content of a file; `on_skipped` as in `tables.read_table`."""
     text, declared_delimiter = _split_declaration(text)
-    delimiter = layout.delimiter or declared_delimiter or ("\t" if kind == "tsv" else ",")
-    quoting = _quoting(path, text, kind, layout, delimiter)
+    delimiter = layout.delimiter or declared_delimiter or ("\t" if file_format == "tsv" else ",")
+    quoting = _quoting(path, text, file_format, layout, delimiter)
     # Blank rows are skipped, but in a file with one column, blank rows between other rows are empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
     first_line, first_row = next(rows)
@@ -43,7 +43,7 @@ def read_delimited(
     for line, fields in rows:
         if len(fields) != width:
             if on_skipped is None:
-                raise InputError(_width_error(path, line, len(fields), width, names, kind))
+                raise InputError(_width_error(path, line, len(fields), width, names, file_format))
             on_skipped(f"{path}:{line}")
             continue
         line_numbers.append(line)
@@ -60,12 +60,12 @@ def _split_declaration(text: str) -> tuple[str, str]:
     return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
-def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:
+def _quoting(path: Path, text: str, file_format: Format, layout: TableFormat, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
-    if kind == "tsv":
+    if file_format == "tsv":
         refuse_quoted(iterate_lines(text), delimiter, path, "classification.quoting")
-    return "standard" if kind == "csv" else "none"
+    return "standard" if file_format == "csv" else "none"
 
 
 def iterate_lines(text: str) -> Iterable[str]:
@@ -101,11 +101,11 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
     return positions
 
 
-def _width_error(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
+def _width_error(path: Path, line: int, count: int, width: int, names: list[str], file_format: Format) -> str:
     origin = "the header has" if names else "the first row has"
     hint = (
         "Set `quoting: standard` if cells are quoted"
-        if kind == "tsv"
+        if file_format == "tsv"
         else "Quote cells that contain the delimiter, or set `delimiter`"
     )
     return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."

@@ -19,7 +19,7 @@ from pretrain.common.files import atomic_open
 
 logger = logging.getLogger(__name__)
 
-Name = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
+GlueName = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
 
 Results = Mapping[str, Mapping[str, Mapping[str, float]]]
 """{task: {set, such as dev: {score: value, as returned by `Task.score`}}}."""

@@ -48,15 +48,15 @@ def read_sentences(
             columns, records of an unknown form, or spans that do not fit their text.
     """
     path = Path(path).expanduser()
-    kind = format_of(path)
-    if kind == "parquet":
+    file_format = format_of(path)
+    if file_format == "parquet":
         sentences = from_records(parquet_records(path), remarks, cut, tag_names)
         return _reject_empty(sentences, path)
-    if kind == "csv":
+    if file_format == "csv":
         return _reject_empty(_read_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
-    if kind in ("jsonl", "json"):
-        sentences = from_records(json_records(path, text, kind), remarks, cut, tag_names)
+    if file_format in ("jsonl", "json"):
+        sentences = from_records(json_records(path, text, file_format), remarks, cut, tag_names)
         return _reject_empty(sentences, path)
     lines = _split_lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):

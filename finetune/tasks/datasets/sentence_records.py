@@ -75,9 +75,9 @@ def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentenc
     return sentence if tags is not None or entities is None else _with_spans(sentence, entities, where, remarks)
 
 
-def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
+def json_records(path: Path, text: str, file_format: Format) -> Iterator[tuple[str, int, Any]]:
     """Yield (path, line number, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
-    separator, numbered_values = json_values(path, text, kind)
+    separator, numbered_values = json_values(path, text, file_format)
     for number, value in numbered_values:
         yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
 

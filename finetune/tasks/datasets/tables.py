@@ -57,19 +57,19 @@ def read_table(
             column.
     """
     path = Path(path).expanduser()
-    kind = layout.format or _expect_format(path)
+    file_format = layout.format or _expect_format(path)
     requested = RequestedColumns(columns, optional, aliases, read_all, skip_if_repeated)
-    if kind == "parquet":
+    if file_format == "parquet":
         return read_parquet(path, requested)
     text = read_text(path, layout.encoding, _ENCODING_ADVICE)
     if not text.strip():
         raise InputError(f"{path}: empty file. At least one row is needed.")
-    if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, requested, layout.convert)
+    if file_format in ("jsonl", "json"):
+        return _read_json(path, text, file_format, requested, layout.convert)
     if layout.convert and layout.header and "annotation_id" in text.partition("\n")[0]:
-        table = read_delimited(path, text, kind, layout, replace(requested, read_all=True), on_skipped)
+        table = read_delimited(path, text, file_format, layout, replace(requested, read_all=True), on_skipped)
         return _merge_annotators(table, layout.convert)
-    return read_delimited(path, text, kind, layout, requested, on_skipped)
+    return read_delimited(path, text, file_format, layout, requested, on_skipped)
 
 
 def _merge_annotators(table: Table, convert: Converter) -> Table:
@@ -103,19 +103,21 @@ def _expect_format(path: Path) -> Format:
     return found
 
 
-def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
+def json_values(path: Path, text: str, file_format: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
     """Parse a .jsonl file, or a .json file that is a list; `InputError` for invalid JSON.
 
     Returns (text between file and number in messages, iterator of (number, value) for each line or item).
     """
-    document = _parse_document(text) if kind == "json" else None
+    document = _parse_document(text) if file_format == "json" else None
     if isinstance(document, list):
         return ": record ", enumerate(document, 1)
     return ":", _line_records(path, text, document)
 
 
-def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, convert: Converter | None) -> Table:
-    separator, numbered_values = json_values(path, text, kind)
+def _read_json(
+    path: Path, text: str, file_format: Format, requested: RequestedColumns, convert: Converter | None
+) -> Table:
+    separator, numbered_values = json_values(path, text, file_format)
     values = list(numbered_values)
     numbers, records = [number for number, _ in values], [record for _, record in values]
     if convert:

@@ -136,12 +136,12 @@ def has_ends(tags: TaggedSentences) -> bool:
 
 @dataclass(frozen=True)
 class EntityCounts:
-    """Numbers of true, predicted and correctly predicted entities of each of K types."""
+    """Counts for precision, recall and F1 of K types."""
 
     names: tuple[str, ...]  # names of the types
-    gold: np.ndarray  # int64 [K]
-    predicted: np.ndarray  # int64 [K]
-    correct: np.ndarray  # int64 [K], equal in start, end and type
+    gold: np.ndarray  # int64 [K], number of true entities of each type
+    predicted: np.ndarray  # int64 [K], number of predicted entities
+    correct: np.ndarray  # int64 [K], number of predicted entities with the start, end and type of a true one
 
     @property
     def overall(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Exact match and F1 of answers, computed as the official scripts of SQuAD v1.1 and v2.0 do.
 
-The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, read in
+The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
     a gold text that normalizes to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
