@@ -74,8 +74,8 @@ def group_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
     grouped: list[Sentence] = []
     for sentence in sentences:
         previous_name = grouped[-1].document_name if grouped else None
-        continues = sentence.document_name is not None and sentence.document_name == previous_name
-        document: list[Sequence[str]] = grouped[-1].document if continues else []  # pyright: ignore[reportAssignmentType]
+        extends = sentence.document_name is not None and sentence.document_name == previous_name
+        document: list[Sequence[str]] = grouped[-1].document if extends else []  # pyright: ignore[reportAssignmentType]
         document.append(sentence.words)
         grouped.append(replace(sentence, document=document, index=len(document) - 1))
     return grouped
