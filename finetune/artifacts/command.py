@@ -28,12 +28,12 @@ def add_to(commands: Any) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    model_folder(arguments.model)  # before torch is loaded
+    model_folder(arguments.model)  # fails for a wrong path before torch is loaded
     from finetune.artifacts.evaluation import evaluate
     from pretrain.common.thread_waits import sleep_when_contended
 
     with sleep_when_contended():
-        print(evaluate(arguments.model, arguments.file, arguments.out, **_options(arguments)))
+        print(evaluate(arguments.model, arguments.file, arguments.out, **_predictor_options(arguments)))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -43,19 +43,19 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
     if not fields and source == "-" and sys.stdin.isatty():
         raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
-    folder = model_folder(arguments.model)  # before torch is loaded
+    folder = model_folder(arguments.model)  # fails for a wrong path before torch is loaded
     from finetune.artifacts.prediction import predict
 
-    predict(folder, source, arguments.out, fields, **_options(arguments))
+    predict(folder, source, arguments.out, fields, **_predictor_options(arguments))
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _predictor_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("precision", "threshold")}
 
 
 def _export(arguments: argparse.Namespace) -> None:
     """Export a pretraining run's checkpoint, or a fine-tuned model."""
-    if not arguments.run.is_dir():  # before torch is loaded
+    if not arguments.run.is_dir():  # checked before torch is loaded
         raise InputError(f"{arguments.run}: no such folder. Give a run or a fine-tuned model, such as runs/bert-mini.")
     options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
     if find_model(arguments.run) is None:
@@ -65,8 +65,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
         print(api.export(arguments.run, arguments.out, **options))
         return
-    if used := [name for name, value in options.items() if value]:
-        raise InputError(f"--{used[0]}: needs a pretraining run, and {arguments.run} is fine-tuned. Remove it.")
+    if given := [name for name, value in options.items() if value]:
+        raise InputError(f"--{given[0]}: needs a pretraining run, and {arguments.run} is fine-tuned. Remove it.")
     from finetune.artifacts.export import export
 
     summary = export(arguments.run, local_path(arguments.out), onnx=arguments.onnx)
@@ -133,8 +133,8 @@ def _add_predict(commands: Any) -> None:
         help="file to write, and files for the task's official scorers next to it: .csv, .tsv, .parquet, or else JSON "
         "Lines (default: standard output)",
     )
-    for name, purpose in _PREDICT_FIELDS.items():
-        parser.add_argument(f"--{name}", metavar="TEXT", help=purpose)
+    for name, description in _PREDICT_FIELDS.items():
+        parser.add_argument(f"--{name}", metavar="TEXT", help=description)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -54,10 +54,10 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """Return the default folder for results: in the run folder, or next to an export, which may be shared."""
+    """Return the default folder for results: in the run folder, or next to an export (others may use the export)."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
-    return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
+    is_run_model = folder.name == MODEL and (folder.parent / SCORES).is_file()
+    return folder.parent / ("evaluation" if is_run_model else f"{folder.name}-evaluation")
 
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
@@ -80,6 +80,6 @@ def _read_metrics(path: Path) -> dict[str, Any]:
 
 
 def _free_name(name: str, scored_file: str | None, metrics: Mapping[str, Any]) -> str:
-    """Return `name`, with a suffix -2, -3, ... if `metrics` already has the name for another file."""
+    """Return `name`, with a suffix -2, -3, ... if `metrics` has results of another file under this name."""
     candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(name for name in candidates if name not in metrics or metrics[name].get("file") == scored_file)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ONNX = "model.onnx"
 OPSET = 23  # the latest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
 _README = "README.md"
-_HEADING = "\n## ONNX\n"
+_ONNX_HEADING = "\n## ONNX\n"
 
 
 def export(model: Path, out: Path, *, onnx: bool = False) -> str:
@@ -33,28 +33,28 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 
     Args:
         model: the model's folder, or its run folder.
-        out: folder to create; the files of an earlier export there are replaced when the new one is complete.
+        out: folder to create; an earlier export in it is replaced when the new one is complete.
 
     Raises:
         InputError: the model is damaged, or `out` is not an export.
-        MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ.
+        MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ from torch's.
     """
     folder = model_folder(model)
     _reject_model_folder(out, folder)
     if onnx:
         expect("--onnx", *EXTRAS["onnx"])
-    names = verify_manifest(folder)["files"]
+    file_names = verify_manifest(folder)["files"]
     from pretrain.checkpoint.layouts.pooled import ENCODER, MODELING_FILE
     from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.weight_files import atomic_folder
 
     reason = unsupported_in_transformers(folder)
-    kind = f"for bertrain only (transformers cannot load it: {reason})" if reason else "in the Hugging Face layout"
+    layout = f"for bertrain only (transformers cannot load it: {reason})" if reason else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
-        kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
-    summary = f"{out}: {kind}"
+        layout += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
+    summary = f"{out}: {layout}"
     with atomic_folder(out) as staging:
-        for name in names:  # only verified files
+        for name in file_names:  # only verified files
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, staging / name)
         if onnx:
@@ -63,12 +63,12 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 
 
 def write_onnx(model: PaddedModel, path: Path) -> float:
-    """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of logits.
+    """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of its logits from torch's.
 
     Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are stored in a second file next to it.
 
     Raises:
-        MachineError: the logits differ by more than rounding.
+        MachineError: they differ by more than rounding.
     """
     import torch
 
@@ -78,7 +78,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
     with _silence_exporter():
         program = torch.onnx.export(
             model,
-            _example(model, [7, 7]),
+            _random_inputs(model, [7, 7]),
             dynamo=True,
             opset_version=OPSET,
             dynamic_shapes=tuple(dynamic_axes),
@@ -89,7 +89,8 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         assert program is not None
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # remove paths of source files on this machine
-        for value in program.model.graph.initializers.values():  # quantizers transpose weights but keep their shape
+        # Remove recorded shapes: quantizers transpose weights without updating them.
+        for value in program.model.graph.initializers.values():
             value.type = value.shape = None
         program.save(path)
     return max_logit_difference(model, path)
@@ -104,9 +105,9 @@ def _add_onnx(folder: Path, staging: Path) -> str:
     model = PaddedModel(read_released(folder), saved.config.make_task(saved.state).head).eval()
     description = f"opset {OPSET}, logits within {write_onnx(model, staging / ONNX):.0e} of torch's"
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
-    card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]
+    card = (folder / _README).read_text(encoding="utf-8").partition(_ONNX_HEADING)[0]
     (staging / _README).write_text(
-        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({description}). Its inputs are {inputs}, int64 "
+        f"{card.rstrip()}\n{_ONNX_HEADING}\n`{ONNX}` is the same model ({description}). Its inputs are {inputs}, int64 "
         f"[batch_size, sequence_length], padded on the right; its outputs are {outputs}.\n",
         encoding="utf-8",
     )
@@ -122,7 +123,7 @@ def max_logit_difference(model: PaddedModel, path: Path) -> float:
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    inputs = _example(model, [1, 33, 12])
+    inputs = _random_inputs(model, [1, 33, 12])
     feeds = {name: values.numpy() for name, values in zip(model.inputs, inputs, strict=True)}
     actual = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), feeds)]
     with torch.no_grad():
@@ -140,21 +141,21 @@ def max_logit_difference(model: PaddedModel, path: Path) -> float:
     return difference
 
 
-def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Return random inputs of `model`: sequences of these lengths, truncated to its maximum."""
+def _random_inputs(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return random inputs of `model`: sequences of these `lengths`, truncated to its max_positions."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    vocabulary, positions = len(model.embeddings.word), model.shape.max_positions
-    lengths_B = torch.tensor(lengths).clamp_max(positions)
-    size = (len(lengths), int(lengths_B.max()))
-    mask_BL = (torch.arange(size[1]) < lengths_B[:, None]).long()
-    ids_BL, types_BL = (torch.randint(count, size, generator=generator) for count in (vocabulary, 2))
+    vocabulary_size = len(model.embeddings.word)
+    lengths_B = torch.tensor(lengths).clamp_max(model.shape.max_positions)
+    shape = (len(lengths), int(lengths_B.max()))
+    mask_BL = (torch.arange(shape[1]) < lengths_B[:, None]).long()
+    ids_BL, types_BL = (torch.randint(count, shape, generator=generator) for count in (vocabulary_size, 2))
     return (ids_BL, mask_BL, types_BL)[: len(model.inputs)]
 
 
 def _reject_model_folder(out: Path, folder: Path) -> None:
-    """Raise `InputError` if `out` is the model itself or the model of a run."""
+    """Raise `InputError` if `out` is `folder`, the exported model, or the model folder of any run."""
     if out.resolve() == folder.resolve():
         raise InputError(f"{out}: is the model itself. Choose another folder.")
     if out.name == MODEL and (out.parent / SCORES).is_file() and out.exists():

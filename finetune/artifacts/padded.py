@@ -17,24 +17,24 @@ from pretrain.model.padded import PaddedEncoder, frozen_module
 class PaddedModel(PaddedEncoder):
     """Computes the same logits as `finetune.training.model.task_model.TaskModel` from the same weights.
 
-    Padding, where `attention_mask` is 0, is on the right: positions count from the left.
+    Padding, where `attention_mask` is 0, is on the right.
 
     Args:
-        released: a released model: weights of encoder and head, and the model family.
+        released: the weights of encoder and head, and the model family.
         head: kind of head.
     """
 
     def __init__(self, released: Released, head: Head) -> None:
         super().__init__(released.model, released.backbone)
         self.head = head
-        self.token_types = released.token_types > 1
+        self.has_token_types = released.token_types > 1
         self.head_layers = released.task_head(head)
-        self.out = frozen_module(released.head, "")
+        self.head_parameters = frozen_module(released.head, "")
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of `forward`'s inputs, in order."""
-        return ("input_ids", "attention_mask", *(("token_type_ids",) if self.token_types else ()))
+        return ("input_ids", "attention_mask", *(("token_type_ids",) if self.has_token_types else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -47,17 +47,17 @@ class PaddedModel(PaddedEncoder):
         """Return logits from inputs int64 [B, L]: [B, C] for sequence, [B, L, C] for tokens, two [B, L] for spans."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head != "sequence":
-            logits_BLC = self._output(self._layers(hidden_BLH))
+            logits_BLC = self._apply_output(self._apply_layers(hidden_BLH))
             return logits_BLC.unbind(-1) if self.head == "spans" else (logits_BLC,)
         pooling = self.head_layers.pooling
         if pooling == "late":
-            return (self._output(_mean(self._layers(hidden_BLH), attention_mask)),)
-        pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOLING[pooling](hidden_BLH, attention_mask)
-        return (self._output(self._layers(pooled_BH)),)
+            return (self._apply_output(_mean(self._apply_layers(hidden_BLH), attention_mask)),)
+        pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOLING_FUNCTIONS[pooling](hidden_BLH, attention_mask)
+        return (self._apply_output(self._apply_layers(pooled_BH)),)
 
-    def _layers(self, hidden: Tensor) -> Tensor:
-        """Apply the head's layers before the output layer to [..., H]; they depend on the model family."""
-        layers, parameters = self.head_layers, self.out
+    def _apply_layers(self, hidden: Tensor) -> Tensor:
+        """Apply the head's layers that precede the output layer to [..., H]; they depend on the model family."""
+        layers, parameters = self.head_layers, self.head_parameters
         if layers.activation:
             hidden = F.linear(hidden, parameters.dense_weight, parameters.dense_bias if layers.bias else None)
             hidden = activation_function(layers.activation)(hidden)
@@ -66,20 +66,20 @@ class PaddedModel(PaddedEncoder):
             hidden = norm_function(layers.norm)(hidden, *weights, eps=self.shape.layer_norm_eps)
         return hidden
 
-    def _output(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.out.out_weight, self.out.out_bias)
+    def _apply_output(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_parameters.out_weight, self.head_parameters.out_bias)
 
 
 def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the mean over all tokens but padding, [B, H]."""
+    """Return the mean over each sequence's tokens without padding, [B, H]."""
     weights_BL1 = attention_mask[..., None].to(hidden_BLH.dtype)
     return (hidden_BLH * weights_BL1).sum(1) / weights_BL1.sum(1)
 
 
 def _maximum(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the maximum over all tokens but padding, [B, H]."""
+    """Return the maximum over each sequence's tokens without padding, [B, H]."""
     lowest = torch.finfo(hidden_BLH.dtype).min
     return torch.where(attention_mask[..., None] == 0, lowest, hidden_BLH).amax(1)
 
 
-_POOLING = {"mean": _mean, "max": _maximum}
+_POOLING_FUNCTIONS = {"mean": _mean, "max": _maximum}

@@ -17,19 +17,19 @@ from pretrain.common.thread_waits import one_thread, sleep_when_contended
 from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
-_SHORT_RECORD = 2_000  # characters; for shorter records, a single thread is fastest
+_SHORT_RECORD = 2_000  # characters; below this length, a single thread is fastest
 
 
 def predict(
     model: Path, source: str, out: Path | None, fields: Mapping[str, str] | None = None, **options: Any
 ) -> None:
-    """Predict, and print JSON Lines, or write a file: CSV or Parquet if its suffix says so, else JSON Lines.
+    """Print predictions as JSON Lines, or write a file: CSV or Parquet if it has that suffix, else JSON Lines.
 
     Args:
         model: the folder of a fine-tuned model.
         source: a file; `STANDARD_INPUT` or a pipe is read line by line, and the prediction of each line is printed
             immediately. Lines before an invalid line are predicted.
-        out: file to write atomically; its name and the number of its predictions are printed. None prints the
+        out: file to write atomically, then its name and the number of predictions are printed. None: print the
             predictions.
         fields: a single record, used instead of `source`, with the keys text, pair, question, context.
         options: options of `Predictor`.
@@ -46,11 +46,11 @@ def predict(
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
         is_short = sum(map(len, fields.values())) < _SHORT_RECORD
         with one_thread() if is_short else contextlib.nullcontext():
-            _write(predictor.stream_lines([(1, record)], "record"), out)
+            _print_or_write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _open_lines(source) as (lines, where), sleep_when_contended():
             records = read_records(lines, where)
-            _write(predictor.stream_lines(records, where, live=True), out)
+            _print_or_write(predictor.stream_lines(records, where, live=True), out)
     else:
         _predict_file(predictor, source, out)
 
@@ -60,7 +60,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
     with sleep_when_contended():
         predictions = predictor.predict(examples)
     if out is None:
-        _write(prediction_rows(predictor.task, examples, predictions), None)
+        _print_or_write(prediction_rows(predictor.task, examples, predictions), None)
     else:
         write_predictions(out, predictor.task, examples, predictions, inputs=[source])
         print(f"{out}: {counted(len(predictions), 'prediction')}")
@@ -70,7 +70,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
 def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
     """Open a file or standard input; yield (its lines, its name for messages)."""
     name = "standard input" if source == STANDARD_INPUT else source
-    stdin = contextlib.nullcontext(sys.stdin.buffer)
+    stdin = contextlib.nullcontext(sys.stdin.buffer)  # not closed here
     try:
         with stdin if source == STANDARD_INPUT else Path(source).open("rb") as raw:
             yield _decode_lines(raw, name), name
@@ -81,7 +81,7 @@ def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
 
 
 def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decode lines as UTF-8, whatever the locale: a container's locale may accept invalid bytes."""
+    """Decode lines as UTF-8 and not by the locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -91,8 +91,8 @@ def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
             ) from None
 
 
-def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
-    """Write rows to the file `out`, or print each one immediately. Rows before an `InputError` are written.
+def _print_or_write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
+    """Write rows to the file `out`, or print each one immediately. Rows before an `InputError` are not lost.
 
     The file is written atomically: a killed process or a full disk leaves no partial file.
     """
@@ -108,9 +108,9 @@ def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
         except InputError as error:
             errors.append(error)
 
-    valid = rows_before_error()
-    first = list(itertools.islice(valid, 1))
+    valid_rows = rows_before_error()
+    first = list(itertools.islice(valid_rows, 1))
     if first or not errors:
-        print(f"{out}: {counted(write_rows(out, itertools.chain(first, valid)), 'prediction')}")
+        print(f"{out}: {counted(write_rows(out, itertools.chain(first, valid_rows)), 'prediction')}")
     if errors:
         raise errors[0]

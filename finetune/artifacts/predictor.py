@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RequestedPrecision = Literal["auto", "bf16", "fp16", "fp32"]
+Record = str | Mapping[str, Any]
 
-MAX_RECORDS = 512  # maximum records of a batch; the first batches are smaller
+MAX_RECORDS = 512  # maximum number of records in a batch; the first batches are smaller
 
 
 class Predictor:
@@ -60,7 +61,7 @@ class Predictor:
             self.task.set_threshold(threshold)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision, self.precision_reason = _choose_precision(precision, saved.config, self.device)
-        self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
+        self._micro_batch_tokens = micro_batch_tokens or saved.config.engine.micro_batch_tokens
         released = read_released(folder)
         self.encoder = TextEncoder(
             read_tokenizer(folder, released.vocabulary_size),
@@ -71,58 +72,58 @@ class Predictor:
         weights = {**released.backbone, **head}
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
-    def __call__(self, records: str | Mapping[str, Any] | Iterable[Any]) -> Any:
-        """Return the prediction for one string or record, or a list of them for a list. See `Task.decode` for its keys.
+    def __call__(self, records: Record | Iterable[Any]) -> Any:
+        """Return the prediction for a string or record, or predictions for a list. The task's `decode` lists the keys.
 
         The rows of a table (pandas, polars, Arrow) are records.
         """
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
-        # All are returned together: small first batches would only cause more forward passes.
-        predicted = self._predict_records(enumerate(_rows(records), 1), "record", size=MAX_RECORDS)
-        return [{**_id_of(record), **prediction} for record, _, prediction in predicted]
+        # All are returned together, so small first batches would only cause more forward passes.
+        predicted = self._predict_records(enumerate(_to_records(records), 1), "record", first_size=MAX_RECORDS)
+        return [{**_id_entry(record), **prediction} for record, _, prediction in predicted]
 
     def stream(
-        self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
+        self, records: Iterable[Record], where: str = "record", *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
         """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
-        With `live`, predictions do not wait for later records: a batch has the records that have arrived. The only
-        exception is `document_context`: a sentence then waits until its document is complete.
+        With `live`, predictions do not wait for later records: a batch has the records that have arrived by then. The
+        only exception is `document_context`: a sentence then waits until its document is complete.
         """
-        for record, _, prediction in self._predict_records(enumerate(_rows(records), 1), where, live=live):
-            yield {**_id_of(record), **prediction}
+        for record, _, prediction in self._predict_records(enumerate(_to_records(records), 1), where, live=live):
+            yield {**_id_entry(record), **prediction}
 
     def stream_lines(
-        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
+        self, numbered_records: Iterable[tuple[int, Record]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
         """Yield predictions like `stream`, from (line number, record); errors name the line.
 
         Each prediction also has the fields of `Task.record`.
         """
-        for record, example, prediction in self._predict_records(numbered, where, live=live):
-            yield {**_id_of(record), **self.task.record(example), **prediction}
+        for record, example, prediction in self._predict_records(numbered_records, where, live=live):
+            yield {**_id_entry(record), **self.task.record(example), **prediction}
 
     def _predict_records(
-        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, size: int = 1
-    ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
-        """Yield (record, example, prediction); the first batch has `size` records."""
-        batches = _arrived_batches(numbered) if live else _growing_batches(numbered, size)
+        self, numbered_records: Iterable[tuple[int, Record]], where: str, *, live: bool = False, first_size: int = 1
+    ) -> Iterator[tuple[Record, Any, dict[str, Any]]]:
+        """Yield (record, example, prediction); without `live`, the first batch has `first_size` records."""
+        batches = _arrived_batches(numbered_records) if live else _growing_batches(numbered_records, first_size)
         for records, examples in self._complete_examples(batches, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
     def _complete_examples(
-        self, batches: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
-    ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
-        """Yield (records, examples) with complete context. An error in a record is raised after the earlier ones."""
-        records: list[str | Mapping[str, Any]] = []
+        self, batches: Iterable[list[tuple[int, Record]]], where: str
+    ) -> Iterator[tuple[list[Record], list[Any]]]:
+        """Yield (records, examples) with complete context. An error in a record is raised after the earlier records."""
+        records: list[Record] = []
         waiting: list[Any] = []
         error = None
         try:
             for batch in batches:
                 for number, record in batch:
                     location = f"{where}:{number}"
-                    check_id(_id_of(record).get("id"), location)
+                    check_id(_id_entry(record).get("id"), location)
                     waiting.append(self.task.example(record, location))
                     records.append(record)
                 ready, waiting = self.task.with_context(waiting, ended=False)
@@ -139,7 +140,7 @@ class Predictor:
     def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
         """Return predictions for examples of the task."""
         windows = self.task.windows(examples, self.encoder, training=False)
-        batches = Batches(windows, seed=0, budget=self._budget, rank=0, world_size=1)
+        batches = Batches(windows, seed=0, budget=self._micro_batch_tokens, rank=0, world_size=1)
         with torch.inference_mode():
             logits = predict_logits(self.model, batches, self.task.outputs, self.device)
         return self.task.decode(examples, windows, logits)
@@ -151,23 +152,23 @@ class Predictor:
         return result.scores, result.details, result.predictions
 
 
-def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
+def _choose_precision(requested: RequestedPrecision, config: FinetuneConfig, device: torch.device) -> PrecisionChoice:
     """Choose the precision of the computation; in fp32, also allow TF32 if the GPU has it."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
         choice = PrecisionChoice(requested, "as requested")
-    elif trained.engine.precision == "auto":  # no run has resolved the precision of this config
+    elif config.engine.precision == "auto":  # the model was saved without a training run, which resolves it
         choice = choose_precision([capabilities(device)])
     else:
-        choice = inference_precision(trained.engine.resolved_precision, device)
+        choice = inference_precision(config.engine.resolved_precision, device)
     if allow_tf32(choice.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice
 
 
-def _rows(records: Any) -> Iterable[Any]:
-    """Return the records; iterating over a table would yield its columns."""
+def _to_records(records: Any) -> Iterable[Any]:
+    """Return the records of an iterable, or the rows of a table, whose own iterator would yield columns."""
     if hasattr(records, "columns") or hasattr(records, "column_names"):
         for method, options in (("to_pylist", {}), ("to_dicts", {}), ("to_dict", {"orient": "records"})):
             if hasattr(records, method):
@@ -177,12 +178,13 @@ def _rows(records: Any) -> Iterable[Any]:
     return records
 
 
-def _id_of(record: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"id": the id of a record}, {} without an id."""
+def _id_entry(record: Record) -> dict[str, Any]:
+    """Return {"id": the record's id}; {} if it has none."""
     return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
 def _growing_batches(records: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield batches of `size` records, then twice as many each time, up to `MAX_RECORDS`."""
     source = iter(records)
     while batch := list(itertools.islice(source, size)):
         yield batch
@@ -190,8 +192,8 @@ def _growing_batches(records: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
-    """Yield batches of the records that a thread has read so far. An error of the thread is raised after them."""
-    arrived: queue.Queue[T | _End] = queue.Queue(MAX_RECORDS)
+    """Yield batches of the records that a thread has read so far. Its error, if any, is raised after the last batch."""
+    arrived: queue.Queue[T | _EndOfRecords] = queue.Queue(MAX_RECORDS)
 
     def read() -> None:
         error = None
@@ -200,24 +202,24 @@ def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
                 arrived.put(record)
         except Exception as caught:
             error = caught
-        arrived.put(_End(error))
+        arrived.put(_EndOfRecords(error))
 
     threading.Thread(target=read, daemon=True, name="records").start()
     while True:
         items = [arrived.get()]
-        while not isinstance(items[-1], _End) and len(items) < MAX_RECORDS and not arrived.empty():
+        while not isinstance(items[-1], _EndOfRecords) and len(items) < MAX_RECORDS and not arrived.empty():
             items.append(arrived.get())
-        if batch := [item for item in items if not isinstance(item, _End)]:
+        if batch := [item for item in items if not isinstance(item, _EndOfRecords)]:
             yield batch
         end = items[-1]
-        if isinstance(end, _End):
+        if isinstance(end, _EndOfRecords):
             if end.error is not None:
                 raise end.error
             return
 
 
-class _End(NamedTuple):
-    error: Exception | None  # the error that ended the records, if any
+class _EndOfRecords(NamedTuple):
+    error: Exception | None  # raised while reading, if any
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:

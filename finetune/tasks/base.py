@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense layer, activation and output layer, once per window; tokens, spans: output layer at each query."""
+"""sequence: dense, activation and output layer, once per window; tokens, spans: output layer at each query position."""
 
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss of each query position (R positions, C outputs), weighted and summed:
@@ -61,7 +61,7 @@ class Windows:
         return int(self.examples.max(initial=-1)) + 1
 
     def digest(self, names: Sequence[str]) -> str:
-        """Return the SHA-256 of the training input: tokens, labels, label `names`, weights."""
+        """Return the SHA-256 of the training input: tokens, labels, weights and `names`, the names of the labels."""
         sha256 = hashlib.sha256("\n".join(names).encode())
         for array in (self.ids, self.starts, self.examples, self.queries, self.labels, self.weights):
             sha256.update(np.ascontiguousarray(array).data)
@@ -99,10 +99,10 @@ class Task(ABC, Generic[E]):
     outputs: int  # number C of outputs of the output layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
     columns: Mapping[str, str] = MappingProxyType({})  # {key of `record`: its column name in files}
-    positive: str = ""  # with two classes: the positive class, for f1; "" for no f1
+    positive: str = ""  # positive class, for the f1 of two classes; "" if there is no f1
     summary: str  # phrase that says what a model of this task does, such as "Finds named entities"
     max_windows: int = 1  # maximum number of windows of a training example
-    fold: tuple[int, int] | None = None  # (k, K): train without fold k of K (from 1), and score on it
+    fold: tuple[int, int] | None = None  # (k, K): fold k of K, counted from 1, is not trained on but scored
     sample: str | dict[str, str]  # example of an input, for the model card; its keys are fields such as text, pair
     settings: Any
 
@@ -151,8 +151,8 @@ class Task(ABC, Generic[E]):
     def record(self, example: E) -> dict[str, Any]:
         """Return the example's entry in a file of predictions: its id, its text, and its label, if any, as "gold"."""
 
-    def others(self, example: E) -> Mapping[str, Any]:
-        """Return the other columns of the example's row in a file; they are copied to the predictions unchanged."""
+    def unused_columns(self, example: E) -> Mapping[str, Any]:
+        """Return the columns of the example's file that the task does not use; they are copied to the predictions."""
         return {}
 
     # ------------------------------------------------------------ cross-validation
@@ -200,10 +200,10 @@ class Task(ABC, Generic[E]):
         """Return one JSON-ready prediction per example, from the logits of the query positions, float32 [R, C]."""
 
     def scorer_files(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the predictions in the formats of official scorers, {file name suffix: content}; {} if none exist."""
+        """Return the predictions in the formats of official scorers, {file name suffix: content}; {} without any."""
         return {}
 
-    def first_value(self, examples: Sequence[E]) -> float:
+    def initial_prediction(self, examples: Sequence[E]) -> float:
         """For the objective value: return the initial prediction (the output bias), such as the mean of `examples`."""
         return 0.0
 
@@ -243,7 +243,7 @@ class Task(ABC, Generic[E]):
         return {}
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
-        """Return warnings about the predictions on one set, from its `details`; a sentence or two each."""
+        """Return warnings about the predictions on one set, given its `details`; each has one or two sentences."""
         return []
 
     def state(self) -> dict[str, Any]:

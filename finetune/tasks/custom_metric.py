@@ -25,12 +25,12 @@ class KIND:
             raise InputError(f"{name}: cannot take two arguments. A metric is a function {signature}.") from None
 
 
-def metric_error(setting: str, known: Iterable[str]) -> str:
-    """Return why `setting` is neither one of the `known` metrics nor a custom function; "" if it is valid."""
+def metric_error(setting: str, built_in: Iterable[str]) -> str:
+    """Return why `setting` is neither one of the `built_in` metrics nor a custom function; "" if it is valid."""
     if is_custom(setting):
         is_valid = re.fullmatch(r"[\w.]+:\w+", setting)
         return "" if is_valid else f"{setting!r} does not name a custom function, such as my_package.scores:name"
-    return not_one_of(setting, known) if setting and setting not in known else ""
+    return not_one_of(setting, built_in) if setting and setting not in built_in else ""
 
 
 def metric_name(setting: str) -> str:
@@ -39,5 +39,5 @@ def metric_name(setting: str) -> str:
 
 
 def custom_score(setting: str, true: Any, predicted: Any) -> dict[str, float]:
-    """Return {name: value} of the custom metric, {} if `setting` names none. Raises `InputError` as `load_custom`."""
+    """Return {name: value} of the custom metric, {} for a built-in one. Raises the errors of `load_custom`."""
     return {metric_name(setting): float(load_custom(setting)(true, predicted))} if ":" in setting else {}

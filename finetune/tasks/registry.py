@@ -16,22 +16,18 @@ from pretrain.common.sections import Section, is_section
 
 KIND = Contract("TASK", Task, ("settings_type", "head", "summary"))
 
-TASKS: tuple[type[Task[Any]], ...] = (
-    Classification,
-    Entities,
-    Questions,
-)
+TASKS: tuple[type[Task[Any]], ...] = (Classification, Entities, Questions)
 
 
 def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task[Any]:
     """Create the task that these settings describe; `state` is the task's saved state in a trained model."""
-    kind = next(task for task in TASKS if isinstance(settings, task.settings_type))
-    return kind(settings, state)
+    task_type = next(candidate for candidate in TASKS if isinstance(settings, candidate.settings_type))
+    return task_type(settings, state)
 
 
-def custom_task(kind: str) -> type[Task[Any]]:
-    """Return the task class in the user's module `kind`; raises `InputError` as `load_kind`."""
-    task = load_kind(__name__, kind).TASK
+def custom_task(module: str) -> type[Task[Any]]:
+    """Return the task class in the user's `module`; raises the errors of `load_kind`."""
+    task = load_kind(__name__, module).TASK
     if not is_section(task.settings_type):
-        raise InputError(f"{kind}: its settings_type must derive from {Section.__module__}.Section.")
+        raise InputError(f"{module}: its settings_type must derive from {Section.__module__}.Section.")
     return task

@@ -188,7 +188,7 @@ def prediction_rows(
 
     Columns of the file keep their names; keys of records and predictions with the same names change, with a warning.
     """
-    file_columns = {name for example in examples for name in task.others(example)}
+    file_columns = {name for example in examples for name in task.unused_columns(example)}
     rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
     added = dict.fromkeys(name for row in rows for name in row)
     names: dict[str, str] = {}  # key -> name of the column
@@ -201,7 +201,7 @@ def prediction_rows(
     if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
         logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(changed))
     for example, row in zip(examples, rows, strict=True):
-        yield {**task.others(example), **{names[name]: value for name, value in row.items()}}
+        yield {**task.unused_columns(example), **{names[name]: value for name, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:

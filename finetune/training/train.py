@@ -93,7 +93,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
     """Create the initial model: the checkpoint's weights, and random weights for parameters that it lacks.
 
-    The bias of a new output layer for regression starts at the task's `first_value` of the `examples`.
+    The bias of a new output layer for regression starts at the task's `initial_prediction` for the `examples`.
     """
     build = functools.partial(
         TaskModel.of,
@@ -112,7 +112,7 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
     model.load_state_dict(zeros | loaded, strict=False)
     if examples and task.objective == "value" and "head.out_bias" not in loaded:
         with torch.no_grad():
-            model.head.out_bias.fill_(task.first_value(examples))
+            model.head.out_bias.fill_(task.initial_prediction(examples))
     return model
 
 

@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from tiny_checkpoints import make_bert
 
 from finetune.tasks.base import Objective
-from finetune.tasks.classification.checks import never_predicted
+from finetune.tasks.classification.checks import never_predicted_warnings
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import Batches
 from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer, regularization
@@ -140,7 +140,7 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     missed, few = [[5, 1, 0], [0, 5, 0], [1, 4, 0]], [[5, 1, 0], [0, 5, 0], [0, 4, 0]]
 
     def told(counts: list[list[int]], **trained: int) -> list[str]:
-        return list(never_predicted(("a", "b", "c")[: len(counts)], counts, trained))
+        return list(never_predicted_warnings(("a", "b", "c")[: len(counts)], counts, trained))
 
     assert told(missed)[0].startswith("the model never predicts 'c' (5 examples). Train longer")
     assert told(missed, a=9, b=9, c=9) == told(missed)
@@ -150,6 +150,6 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     one, alone = told([[5, 0], [1, 0]], a=9, b=0)
     assert "predicts 'a' for every example" in one
     assert "'b' (1 example): no training example has it" in alone
-    assert list(never_predicted(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
+    assert list(never_predicted_warnings(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
         "the model predicts 'a' for every example. Its threshold is 0.01; try another."
     ]

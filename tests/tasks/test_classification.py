@@ -30,7 +30,7 @@ from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.classification.decoding import LabelDecoder
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
 from finetune.tasks.datasets.tables import read_table
@@ -757,7 +757,7 @@ def test_windows_of_pairs_show_every_token_of_both(lengths, capacity, data) -> N
         of = pair == n
         for side, size in enumerate(both):
             begin, length = stretches[2 * side][of], stretches[2 * side + 1][of]
-            assert set(ragged(begin, length).tolist()) == set(range(size))
+            assert set(concatenate_ranges(begin, length).tolist()) == set(range(size))
             assert (np.diff(begin) >= 0).all()  # both texts go forward together
             if min(both) <= capacity // 2 and size == min(both) and both[0] != both[1]:
                 assert set(length.tolist()) == {size}  # the shorter stands whole everywhere

@@ -385,8 +385,8 @@ def test_labels(encoder):
     assert windows.examples.tolist() == list(range(7)), "in training each window is an example"
     predicted_from = task(max_question_tokens=4).windows(made, encoder, training=False)
     assert predicted_from.examples.tolist() == [0, 0, 1, 1, 2, 2, 3]
-    context_row = 5  # behind [CLS] w ##h ##o [SEP]
-    first, third = (context_row + 8, context_row + 11), (context_row + 5, context_row + 7)
+    context_start = 5  # behind [CLS] w ##h ##o [SEP]
+    first, third = (context_start + 8, context_start + 11), (context_start + 5, context_start + 7)
     expected = [first, (0, 0), (0, 0), (0, 0), third, (0, 0), (6, 6)]
     for number, places in enumerate(expected):
         labels = windows.labels[window(windows, number)]
@@ -520,7 +520,7 @@ def test_offsets_in_any_text(tokenizer, cased, bytewise, context, start, length,
     if not covering:
         assert not windows.weights.any()
         return
-    first, last = windows.labels.argmax(0) - int(windows.extra["context_row"][0])
+    first, last = windows.labels.argmax(0) - int(windows.extra["context_start"][0])
     assert (first, last) == (covering[0], covering[-1])
     assert len(offsets) == length_of
     (found,) = decoded([question], encoder, max_answer_tokens=999)
@@ -572,7 +572,7 @@ def answers_of(
     offsets = windows.extra["offsets"]
     found = []
     for number in np.flatnonzero(windows.examples == example):
-        row, token = int(windows.extra["context_row"][number]), int(windows.extra["context_token"][number])
+        row, token = int(windows.extra["context_start"][number]), int(windows.extra["context_token"][number])
         size = int(windows.extra["context_length"][number])
         starts = [at for at in range(size) if owner[token + at] == number]
         starts = sorted(starts, key=lambda at: -logits[row + at, 0])[:n]

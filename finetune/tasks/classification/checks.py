@@ -8,14 +8,14 @@ from finetune.tasks.datasets.table import Table, listing
 from pretrain.common.wording import counted
 
 _MIN_EXAMPLES = 5  # warn if a class with at least this many examples is never predicted
-_MAX_LISTED = 5  # lines or labels in a message
+_MAX_LISTED = 5  # maximum number of lines or labels listed in a message
 _ADVICE = (
     "Train longer (training.epochs) or with another training.learning_rate; if one class is frequent, set "
     "classification.class_weights: balanced."
 )
 
 
-def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
+def rare_label_warnings(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
     """Yield warnings about labels with no training example, and about labels with only one.
 
     Args:
@@ -32,7 +32,7 @@ def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: st
             yield f"{source}: {len(rare)} {subject} {problem}: {listing(rare)}. Add examples, or remove such labels."
 
 
-def empty_texts(table: Table) -> Iterator[str]:
+def empty_text_warnings(table: Table) -> Iterator[str]:
     """Yield a warning if a cell of the columns text and pair is empty or blank."""
     columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
     numbered_cells = enumerate(zip(*columns, strict=True))
@@ -49,13 +49,13 @@ def empty_texts(table: Table) -> Iterator[str]:
     )
 
 
-def never_predicted(
-    labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int], threshold: float = 0.5
+def never_predicted_warnings(
+    labels: Sequence[str], counts: Sequence[Sequence[int]], training_counts: Mapping[str, int], threshold: float = 0.5
 ) -> Iterator[str]:
     """Yield warnings, with causes, if the model predicts only one class, or never predicts a frequent class.
 
-    `counts[true][predicted]` are numbers of examples, `trained` the number of training examples of each class ({} if
-    unknown), `threshold` the minimum probability to predict the positive class (two classes).
+    `counts[true][predicted]` are numbers of examples, `training_counts` is the number of training examples of
+    each class ({} if unknown), and `threshold` the minimum probability to predict the positive class (two classes).
     """
     advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; try another."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
@@ -64,10 +64,10 @@ def never_predicted(
         yield f"the model predicts {predicted[0]!r} for every example. {advice}"
     causes: dict[str, list[str]] = {}
     for name in [name for name, total in totals.items() if total and name not in predicted]:
-        if trained and not trained.get(name):
+        if training_counts and not training_counts.get(name):
             causes.setdefault(": no training example has it. Add some.", []).append(name)
-        elif totals[name] >= _MIN_EXAMPLES and trained and trained[name] < _MIN_EXAMPLES:
-            cause = f": only {counted(trained[name], 'training example')} of each. Add some."
+        elif totals[name] >= _MIN_EXAMPLES and training_counts and training_counts[name] < _MIN_EXAMPLES:
+            cause = f": only {counted(training_counts[name], 'training example')} of each. Add some."
             causes.setdefault(cause, []).append(name)
         elif totals[name] >= _MIN_EXAMPLES and len(predicted) > 1:
             causes.setdefault(f". {advice}", []).append(name)

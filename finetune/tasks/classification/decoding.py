@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from finetune.tasks.classification import metrics as metrics
-from finetune.tasks.datasets.labels import Label, Problem
+from finetune.tasks.datasets.labels import Label, ProblemType
 
 THRESHOLD = 0.5  # default minimum probability to predict a label
 _LOG_TEMPERATURE_STD = 0.5  # standard deviation of the normal prior on the logarithm of the temperature
-_CANDIDATES = 100  # number of thresholds to try on the dev set, besides the multiples of 0.01
+_MAX_SAMPLED = 100  # maximum size of the sample of thresholds to try on the dev set
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -20,20 +20,20 @@ Predictions = Sequence[Mapping[str, Any]]
 class LabelDecoder:
     """Decodes a model's C outputs and scores them.
 
-    `true` (labels) is an array: class indices int64 [N], sets of labels bool [N, C], or values float64 [N].
+    Arrays of labels, such as `true`, are class indices int64 [N], sets of labels bool [N, C], or values float64 [N].
     """
 
-    problem: Problem
+    problem_type: ProblemType
     names: tuple[str, ...]  # label of each output; () for regression
-    positive: str  # with two classes: the positive class, for f1; "" for no f1
+    positive: str  # positive class, for the f1 of two classes; "" if there is no f1
     threshold: float  # minimum probability to predict a label (multi_label) or the positive class
 
     def encode(self, labels: Sequence[Label | None]) -> np.ndarray:
-        """Encode labels as an array like `true` (see above); missing labels become zeros."""
-        if self.problem == "regression":
+        """Encode labels as an array (see the class); missing labels become zeros."""
+        if self.problem_type == "regression":
             return np.array([label or 0.0 for label in labels], np.float64)
         indices: dict[Any, int] = {name: index for index, name in enumerate(self.names)}
-        if self.problem == "single_label":
+        if self.problem_type == "single_label":
             indices[None] = 0
             return np.array([indices[label] for label in labels], np.int64)
         sets_NC = np.zeros((len(labels), len(indices)), bool)
@@ -48,11 +48,11 @@ class LabelDecoder:
         single_label: {"label", "score", "scores": {name: probability}}; multi_label: {"labels", "scores"};
         regression: {"value"}.
         """
-        if self.problem == "regression":
+        if self.problem_type == "regression":
             return [{"value": value} for value in logits_NC[:, 0].tolist()]
-        if self.problem == "multi_label":
+        if self.problem_type == "multi_label":
             probabilities_NC = 0.5 * (1 + np.tanh(logits_NC / 2))  # the logistic function, without overflow
-            return [self._label_set(probabilities) for probabilities in probabilities_NC.tolist()]
+            return [self._predict_labels(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
         best_N = logits_NC.argmax(1)
@@ -70,9 +70,9 @@ class LabelDecoder:
 
     def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
         """Return all scores of the problem type; `predicted` is a result of `to_array`."""
-        if self.problem == "regression":
+        if self.problem_type == "regression":
             return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
-        if self.problem == "multi_label":
+        if self.problem_type == "multi_label":
             return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
         matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
@@ -82,14 +82,14 @@ class LabelDecoder:
         return scores
 
     def details(self, true: np.ndarray, predictions: Predictions) -> dict[str, Any]:
-        """Return precision, recall and F1 of each class; for single_label also the confusion counts."""
-        if self.problem == "regression":
+        """Return precision, recall and F1 of each class, for single_label also confusion counts; or mean errors."""
+        if self.problem_type == "regression":
             errors_N = _values(predictions) - true
             return {
                 "mean_absolute_error": float(np.abs(errors_N).mean()),
                 "mean_squared_error": float((errors_N**2).mean()),
             }
-        if self.problem == "multi_label":
+        if self.problem_type == "multi_label":
             counts = metrics.label_counts(true, self.probabilities(predictions) >= self.threshold)
             return {"threshold": float(self.threshold), "by_type": self._class_scores(counts)}
         matrix = metrics.confusion(true, self.to_array(predictions), len(self.names))
@@ -105,13 +105,13 @@ class LabelDecoder:
         return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
-        """multi_label: return the threshold for all labels with the best `metric`; ties: the one nearest to 0.5."""
+        """For multi_label, return the threshold with the best `metric`, common to all labels; ties: nearest to 0.5."""
         probabilities_NC = self.probabilities(predictions)
-        # All thresholds between two adjacent probabilities give the same label sets: try the midpoint. If there are too
-        # many, try a sample, and the nearest below each multiple of 0.01: most probabilities of rare labels are near 0.
+        # All thresholds between two adjacent probabilities give the same label sets: try midpoints. If there are many,
+        # try a sample and the nearest below each multiple of 0.01, as most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
         midpoints = (values[1:] + values[:-1]) / 2
-        sample = np.linspace(0, len(midpoints) - 1, min(_CANDIDATES, len(midpoints))).round().astype(int)
+        sample = np.linspace(0, len(midpoints) - 1, min(_MAX_SAMPLED, len(midpoints))).round().astype(int)
         hundredths = np.searchsorted(midpoints, np.arange(1, 100) / 100, side="right") - 1
         candidates = [THRESHOLD, *midpoints[np.union1d(sample, hundredths[hundredths >= 0])].tolist()]
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
@@ -126,7 +126,7 @@ class LabelDecoder:
 
         def loss(log_temperature: float) -> float:
             scaled = logits_NC / np.exp(log_temperature)
-            if self.problem == "multi_label":
+            if self.problem_type == "multi_label":
                 losses = np.logaddexp(0, scaled) - true * scaled
             else:
                 losses = np.logaddexp.reduce(scaled, axis=1) - scaled[np.arange(len(true)), true]
@@ -137,7 +137,7 @@ class LabelDecoder:
             best = min((best + np.linspace(-radius, radius, 21)).tolist(), key=loss)
         return float(np.exp(best))
 
-    def _label_set(self, probabilities: Sequence[float]) -> dict[str, Any]:
+    def _predict_labels(self, probabilities: Sequence[float]) -> dict[str, Any]:
         scores = dict(zip(self.names, probabilities, strict=True))
         return {"labels": [name for name in self.names if scores[name] >= self.threshold], "scores": scores}
 
@@ -147,10 +147,10 @@ class LabelDecoder:
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
 
     def to_array(self, predictions: Predictions) -> np.ndarray:
-        """Return the predictions as an array like `true`."""
-        if self.problem == "regression":
+        """Return the predictions as an array of labels (see the class)."""
+        if self.problem_type == "regression":
             return _values(predictions)
-        if self.problem == "multi_label":
+        if self.problem_type == "multi_label":
             return self.probabilities(predictions) >= self.threshold
         indices = {name: index for index, name in enumerate(self.names)}
         return np.array([indices[prediction["label"]] for prediction in predictions], np.int64)

@@ -15,11 +15,11 @@ _BINS = 15  # number of confidence bins, for ece
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Numbers of correct predictions, predictions and true occurrences of each of C classes or labels."""
+    """Counts for precision, recall and F1 of C classes or labels."""
 
-    correct: np.ndarray  # int64 [C], true positives
-    predicted: np.ndarray  # int64 [C]
-    true: np.ndarray  # int64 [C]
+    correct: np.ndarray  # int64 [C], number of correct predictions of each class (true positives)
+    predicted: np.ndarray  # int64 [C], number of predictions
+    true: np.ndarray  # int64 [C], number of true occurrences
 
     @property
     def precision(self) -> np.ndarray:

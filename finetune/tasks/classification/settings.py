@@ -12,13 +12,13 @@ from finetune.tasks.classification.metrics import CLASS_SCORES, LABEL_SCORES, VA
 from finetune.tasks.custom_metric import metric_error
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.files import is_encoding
-from finetune.tasks.datasets.glue import Name as GlueName
-from finetune.tasks.datasets.labels import Problem
+from finetune.tasks.datasets.glue import GlueName
+from finetune.tasks.datasets.labels import ProblemType
 from finetune.tasks.datasets.table import Format
 from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, LocalPath, Section
 
 # Scores of each problem type. The first is used to select the best checkpoint unless `metric` names another.
-SCORES: dict[Problem, tuple[str, ...]] = {
+SCORES: dict[ProblemType, tuple[str, ...]] = {
     "single_label": (*CLASS_SCORES, "f1"),
     "multi_label": tuple(LABEL_SCORES),
     "regression": ("pearson_and_spearman", *(name for name in VALUE_SCORES if name != "pearson_and_spearman")),
@@ -56,10 +56,7 @@ class ClassificationSettings(Section):
         ge=0,
         description="Number of training examples to use: a fixed sample, stratified by class; 0 uses all.",
     )
-    format: Format = Field(
-        default="",
-        description="Format of the files; empty: determined by the suffix.",
-    )
+    format: Format = Field(default="", description="Format of the files; empty: determined by the suffix.")
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
         default=True, description="csv, tsv: the first row has the column names; if false, columns are numbered from 0."
@@ -82,7 +79,7 @@ class ClassificationSettings(Section):
     label_columns: tuple[str | int, ...] = Field(
         default=(), description="multi_label: one column of 0 and 1 for each label, instead of label_column."
     )
-    problem_type: Problem = Field(
+    problem_type: ProblemType = Field(
         default="single_label",
         description="Label of an example: one class, a set of labels, or a number (regression). glue determines it.",
     )

@@ -14,7 +14,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
 from finetune.tasks.datasets.annotations import NoLabel, left_out_line
-from finetune.tasks.datasets.labels import Label, Problem, decode_vectors, excerpt, parse, rename, sort_labels, unwrap
+from finetune.tasks.datasets.labels import Label, ProblemType, decode_flags, excerpt, parse, sort_names, to_name, unwrap
 from finetune.tasks.datasets.surrogates import check_id, check_surrogates
 from finetune.tasks.datasets.table import Key, Table, listing
 from pretrain.common.errors import InputError
@@ -32,33 +32,29 @@ class Example:
     label: Label | None
     where: str  # file and line, for messages
     id: str | int | None = None  # id in the file
-    others: Mapping[str, Any] | None = None  # the other columns of its row, copied to the predictions
+    unused_columns: Mapping[str, Any] | None = None  # cells of other columns, to copy to the predictions
 
 
 class ExampleSource:
     """Reads the examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        problem: the problem type.
         state: what `state()` of the trained model returned.
     """
 
     def __init__(
-        self,
-        settings: ClassificationSettings,
-        problem: Problem,
-        state: Mapping[str, Any] | None = None,
+        self, settings: ClassificationSettings, problem_type: ProblemType, state: Mapping[str, Any] | None = None
     ) -> None:
         self._settings = settings
-        self._problem: Problem = problem
+        self._problem_type: ProblemType = problem_type
         # {class or label: number of its training examples}, once they are read.
         self.training_counts: dict[str, int] = dict(state.get("examples", {})) if state else {}
         self.tables = TableSource(settings)
-        self._logged: set[str] = set()  # warnings that were logged
+        self._logged: set[str] = set()  # warnings that were already logged
         self._names: dict[str, str] | None = None  # {label in the files: its name}, in the order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
-        elif problem == "regression":
+        elif problem_type == "regression":
             self._names = {}
         elif settings.glue:
             self._names = {name: name for name in glue.TASKS[settings.glue].labels.values()}
@@ -67,7 +63,7 @@ class ExampleSource:
 
     @property
     def names(self) -> dict[str, str]:
-        """{label in the files: its name}, in the order of the outputs; read from the training set if still unknown."""
+        """{label in the files: its name}, in the order of the outputs; read from the training set if not yet known."""
         if self._names is None:
             self.read_train()
         assert self._names is not None
@@ -81,20 +77,20 @@ class ExampleSource:
             return np.array([1.0 if weights == "none" else weights.get(name, 1.0) for name in self.names.values()])
         if not self.training_counts:
             self.read_train()
-        # scikit-learn's compute_class_weight("balanced") over the classes that occur; 1 for other classes.
+        # As scikit-learn's compute_class_weight("balanced"), over the classes that occur; 1 for other classes.
         counts = np.array([self.training_counts.get(name, 0) for name in self.names.values()])
         return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
     def read_train(self) -> list[Example]:
         """Return the training set, without the part that `dev_share` holds out; a sample if `train_examples` is set."""
         table = self._drop_unlabeled(self.tables.read("train"))
-        raw = self._raw_labels(table)
+        raw_labels = self._raw_labels(table)
         if self._names is None:
-            # In the order of the data set's classes, if it defines any.
-            self._names = {name: name for name in table.classes.get("label") or sort_labels(raw)}
-        examples = self._examples(table, raw)
+            # Keep the order of the data set's classes, if it defines any.
+            self._names = {name: name for name in table.classes.get("label") or sort_names(raw_labels)}
+        examples = self._examples(table, raw_labels)
         if self._settings.dev_share:
-            self.tables.check_no_dev()
+            self.tables.check_no_official_dev()
             examples = self._select(examples, held_out=False)
         if not examples:
             raise InputError(
@@ -103,9 +99,10 @@ class ExampleSource:
         examples = self._subsample(examples, table.source)
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
-        _warn(checks.empty_texts(table))
-        if self._problem != "regression":
-            _warn(checks.rare_labels(self.names.values(), [example.label for example in examples], table.source))
+        _warn(checks.empty_text_warnings(table))
+        if self._problem_type != "regression":
+            labels = [example.label for example in examples]
+            _warn(checks.rare_label_warnings(self.names.values(), labels, table.source))
         self.training_counts = dict(Counter(name for example in examples for name in _classes(example)))
         return examples
 
@@ -114,7 +111,7 @@ class ExampleSource:
         if not self._settings.dev_share:
             sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.set_names("dev")}
             return {split: self._check_varied(self._examples(table, warn=True), table) for split, table in sets.items()}
-        self.tables.check_no_dev()
+        self.tables.check_no_official_dev()
         table = self._drop_unlabeled(self.tables.read("train"))
         held_out = self._select(self._examples(table), held_out=True)
         if not held_out:
@@ -125,8 +122,8 @@ class ExampleSource:
         return {"dev": self._check_varied(held_out, table)}
 
     def _check_varied(self, examples: list[Example], table: Table) -> list[Example]:
-        """Return `examples`; `InputError` for values that are all equal, so that no correlation is defined."""
-        if self._problem == "regression" and len({example.label for example in examples}) == 1:
+        """Return `examples`; `InputError` if all are equal values, for which no correlation is defined."""
+        if self._problem_type == "regression" and len({example.label for example in examples}) == 1:
             raise InputError(
                 f"{table.source}: all dev examples have the value {examples[0].label}, so no correlation can be "
                 "computed to select a checkpoint. Use a dev set with different values."
@@ -150,13 +147,14 @@ class ExampleSource:
         table = self.tables.read_file(path, labeled=labeled)
         if labeled:
             return self._examples(self._drop_unlabeled(table))
-        raw, name = self._known_labels(table), str(self.tables.keys.get("label", ""))
+        raw_labels, label_column = self._known_labels(table), str(self.tables.column_keys.get("label", ""))
         cells = [None if isinstance(cell, NoLabel) else cell for cell in table.columns.get("label", ())]
-        if name and any(label is None and cell not in (None, "") for cell, label in zip(cells, raw, strict=False)):
-            # The column has other labels than the model's: copy it to the predictions unchanged.
-            others = [{**other_cells, name: cell} for other_cells, cell in zip(table.others, cells, strict=False)]
-            table = replace(table, others=others)
-        return self._examples(table, raw)
+        pairs = zip(cells, raw_labels, strict=False)
+        if label_column and any(label is None and cell not in (None, "") for cell, label in pairs):
+            # The column has labels that the model does not know: copy it to the predictions unchanged.
+            rows = zip(table.other_cells, cells, strict=False)
+            table = replace(table, other_cells=[{**other_cells, label_column: cell} for other_cells, cell in rows])
+        return self._examples(table, raw_labels)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """Return an example from a string, or a record with the keys `text` and `pair` or the names of the columns."""
@@ -167,9 +165,9 @@ class ExampleSource:
             return Example(_expect_text(record, where, "the text"), None, None, where)
         if not isinstance(record, Mapping):
             raise InputError(f'{where}: {excerpt(record)} is neither a string nor an object such as {{"text": ...}}.')
-        text = _field(record, where, self.tables.text_column, "text")
+        text = _text_field(record, where, self.tables.text_column, "text")
         if pair_column is not None:
-            return Example(text, _field(record, where, pair_column, "pair"), None, where)
+            return Example(text, _text_field(record, where, pair_column, "pair"), None, where)
         if record.get("pair") is not None:
             raise InputError(f"{where}: a pair, but the model was not trained on pairs. Remove `pair`.")
         return Example(text, None, None, where)
@@ -178,20 +176,20 @@ class ExampleSource:
         """Return the examples that `dev_share` holds out, or the others."""
         texts = [f"{example.text}\0{example.pair or ''}" for example in examples]
         count = round(self._settings.dev_share * len(set(texts)))
-        flags = splits.held_out(texts, [_classes(example) for example in examples], count)
-        return [example for example, flag in zip(examples, flags, strict=True) if flag == held_out]
+        is_held_out = splits.held_out(texts, [_classes(example) for example in examples], count)
+        return [example for example, flag in zip(examples, is_held_out, strict=True) if flag == held_out]
 
     def _drop_unlabeled(self, table: Table) -> Table:
         """Return `table` without unlabeled rows, and log their number."""
         if "label" not in table.columns:
             return table
-        cells = [unwrap(cell, self._problem) for cell in table.columns["label"]]
+        cells = [unwrap(cell, self._problem_type) for cell in table.columns["label"]]
         table = replace(table, columns={**table.columns, "label": cells})
-        missing = [cell for cell in cells if isinstance(cell, NoLabel)]
-        if not missing:
+        reasons = [cell for cell in cells if isinstance(cell, NoLabel)]
+        if not reasons:
             return table
-        line = left_out_line(table.source, len(table), missing)
-        if len(missing) == len(table):
+        line = left_out_line(table.source, len(table), reasons)
+        if len(reasons) == len(table):
             raise InputError(f"{line}. Give a file with labels.")
         if line not in self._logged:  # with dev_share, the file is read twice
             logger.warning("%s", line)
@@ -202,41 +200,41 @@ class ExampleSource:
         """Return the labels as in the files; None for unlabeled rows."""
         separator = self._settings.label_separator
         return [
-            None if cell is None else parse(cell, self._problem, separator, table.where(row))
-            for row, cell in enumerate(self._cells(table))
+            None if cell is None else parse(cell, self._problem_type, separator, table.where(row))
+            for row, cell in enumerate(self._label_cells(table))
         ]
 
-    def _cells(self, table: Table, errors: dict[int, str] | None = None) -> list[Any]:
-        """Return the cells of the label column, with 0-1 vectors replaced by lists of names; None without a column.
+    def _label_cells(self, table: Table, errors: dict[int, str] | None = None) -> list[Any]:
+        """Return the cells of the label column (None if it is missing), with 0-1 vectors replaced by lists of names.
 
-        If `errors` is given, errors are collected in it, by row, instead of raised.
+        If `errors` is given, it collects the errors, by row, instead of raising the first.
         """
         cells = table.columns.get("label")
         if cells is None:
             return [None] * len(table)
-        if self._problem != "multi_label":
+        if self._problem_type != "multi_label":
             return cells
         separator, strict = self._settings.label_separator, bool(self._settings.label_columns)
-        return decode_vectors(cells, separator, list(self._names or ()), table.where, strict=strict, errors=errors)
+        return decode_flags(cells, separator, list(self._names or ()), table.where, strict=strict, errors=errors)
 
     def _known_labels(self, table: Table) -> list[Label | None]:
         """Return the labels as in the files, None where the label is missing or unknown to the model."""
-        raw: list[Label | None] = [None] * len(table)
-        cells = [unwrap(cell, self._problem) for cell in table.columns.get("label", [])]
+        raw_labels: list[Label | None] = [None] * len(table)
+        cells = [unwrap(cell, self._problem_type) for cell in table.columns.get("label", [])]
         if all(isinstance(cell, NoLabel) or cell == "" for cell in cells):
-            return raw
-        missing = {row: cell.reason for row, cell in enumerate(cells) if isinstance(cell, NoLabel)}
-        errors = {row: f"{table.where(row)}: {reason}" for row, reason in missing.items()}
+            return raw_labels
+        reasons = {row: cell.reason for row, cell in enumerate(cells) if isinstance(cell, NoLabel)}
+        errors = {row: f"{table.where(row)}: {reason}" for row, reason in reasons.items()}
         cells = [None if row in errors else cell for row, cell in enumerate(cells)]
         table = replace(table, columns={**table.columns, "label": cells})
-        for row, cell in enumerate(self._cells(table, errors)):
+        for row, cell in enumerate(self._label_cells(table, errors)):
             if row in errors:
                 continue
             try:
-                raw[row] = parse(cell, self._problem, self._settings.label_separator, table.where(row))
-                rename(raw[row], self.names, table.where(row))
+                raw_labels[row] = parse(cell, self._problem_type, self._settings.label_separator, table.where(row))
+                to_name(raw_labels[row], self.names, table.where(row))
             except InputError as error:
-                raw[row] = None
+                raw_labels[row] = None
                 errors[row] = str(error)
         if errors:
             logger.warning(
@@ -245,27 +243,28 @@ class ExampleSource:
                 len(table),
                 errors[min(errors)],
             )
-        return raw
+        return raw_labels
 
     def _examples(
-        self, table: Table, raw: Sequence[Label | None] | None = None, *, warn: bool = False
+        self, table: Table, raw_labels: Sequence[Label | None] | None = None, *, warn: bool = False
     ) -> list[Example]:
+        """Return the examples of a table; if `warn`, warn about blank cells."""
         if not len(table):
             raise InputError(f"{table.source}: no examples. Give a file with at least one.")
-        raw = self._raw_labels(table) if raw is None else raw
+        raw_labels = self._raw_labels(table) if raw_labels is None else raw_labels
         texts, pairs = table.columns["text"], table.columns.get("pair")
         ids = table.columns.get("id", [None] * len(table))
         examples = []
-        for row, (text, label) in enumerate(zip(texts, raw, strict=True)):
+        for row, (text, label) in enumerate(zip(texts, raw_labels, strict=True)):
             where = table.where(row)
             pair = None if pairs is None else _expect_text(pairs[row], where, "the second text")
             text = _expect_text(text, where, "the text")
             check_id(ids[row], where)
             id_ = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
-            others = table.others[row] if table.others else None
-            examples.append(Example(text, pair, rename(label, self.names, where), where, id_, others))
+            other_cells = table.other_cells[row] if table.other_cells else None
+            examples.append(Example(text, pair, to_name(label, self.names, where), where, id_, other_cells))
         if warn:
-            _warn(checks.empty_texts(table))
+            _warn(checks.empty_text_warnings(table))
         return examples
 
     def _subsample(self, examples: list[Example], source: str) -> list[Example]:
@@ -278,22 +277,22 @@ class ExampleSource:
             raise InputError(
                 f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
-        keys = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
-        dropped = splits.held_out(keys, [_classes(example) for example in examples], len(examples) - count)
-        return [example for example, is_dropped in zip(examples, dropped, strict=True) if not is_dropped][:count]
+        distinct = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
+        is_dropped = splits.held_out(distinct, [_classes(example) for example in examples], len(examples) - count)
+        return [example for example, dropped in zip(examples, is_dropped, strict=True) if not dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Raise `InputError` if all labels of the training set are the same."""
-        if self._problem == "multi_label":
+        if self._problem_type == "multi_label":
             if not self.names:
                 raise InputError(f"{source}: no example has a label. Give a training set with labels.")
             return
         if len({example.label for example in examples}) == 1:
             raise InputError(
-                f"{source}: every example has the label {excerpt(examples[0].label)}. "
-                f"Give a training set with at least two{' values' if self._problem == 'regression' else ' classes'}."
+                f"{source}: every example has the label {excerpt(examples[0].label)}. Give a training set with at "
+                f"least two {'values' if self._problem_type == 'regression' else 'classes'}."
             )
-        if self._problem == "regression":
+        if self._problem_type == "regression":
             deviation = float(np.array([example.label for example in examples], np.float64).std())
             if not 0.01 <= deviation <= 100:
                 logger.warning(
@@ -310,7 +309,7 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listing(labels)}."
             )
-        if self._settings.positive and (len(labels) != 2 or self._problem != "single_label"):
+        if self._settings.positive and (len(labels) != 2 or self._problem_type != "single_label"):
             raise InputError("classification.positive: only supported for single_label with two classes. Remove it.")
         for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
             if name not in labels:
@@ -335,12 +334,12 @@ def _warn(warnings: Iterable[str]) -> None:
         logger.warning("%s", warning)
 
 
-def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
-    """Return the string under the first key in `names` that the record has."""
-    for name in names:
-        if isinstance(name, str) and name in record:
-            return _expect_text(record[name], where, repr(name))
-    raise InputError(f"{where}: no {names[-1]!r}; it has {listing(record) or 'nothing'}.")
+def _text_field(record: Mapping[str, Any], where: str, *keys: Key | None) -> str:
+    """Return the string under the first of the `keys` that the record has."""
+    for key in keys:
+        if isinstance(key, str) and key in record:
+            return _expect_text(record[key], where, repr(key))
+    raise InputError(f"{where}: no {keys[-1]!r}; it has {listing(record) or 'nothing'}.")
 
 
 def _expect_text(value: Any, where: str, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
-from finetune.tasks.datasets.annotations import class_rows
+from finetune.tasks.datasets.annotations import labeled_rows
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, reject_spreadsheet
 from finetune.tasks.datasets.table import Converter, Key, Table, TableFormat
@@ -23,11 +23,11 @@ class TableSource:
         self._settings = settings
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
-    def set_names(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the dev sets or of the test sets; `kind` is dev or test."""
+    def set_names(self, split: str) -> tuple[str, ...]:
+        """Return the names of the dev sets or of the test sets; `split` is dev or test."""
         if self._glue:
-            return self._glue.dev if kind == "dev" else self._glue.test
-        return (kind,) if getattr(self._settings, kind) else ()
+            return self._glue.dev if split == "dev" else self._glue.test
+        return (split,) if getattr(self._settings, split) else ()
 
     @property
     def text_column(self) -> Key:
@@ -43,7 +43,7 @@ class TableSource:
 
     def read(self, split: str) -> Table:
         """Read a labeled set that must exist."""
-        table = self._read(split, labeled=True)
+        table = self._read_split(split, labeled=True)
         if table is None:
             expected = glue.expected_files(self._settings.glue, self._settings.glue_dir, split)
             hint = " or set dev_share" if split == "dev" else ""
@@ -52,40 +52,40 @@ class TableSource:
 
     def read_unlabeled(self, split: str) -> Table | None:
         """Read a set whose labels may be missing; None if GLUE's folder has no such file."""
-        return self._read(split, labeled=False)
+        return self._read_split(split, labeled=False)
 
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
 
         A file with the training file's suffix is read with the same settings, any other by its suffix. If not
-        `labeled`, the label may be missing, the columns may be `text` and `pair`, and `.txt` has one example per line.
+        `labeled`, labels may be missing, columns may be called `text` and `pair`, and `.txt` has one text per line.
         """
         settings, file = self._settings, Path(path).expanduser()
-        keys = self.keys
+        keys = self.column_keys
         if file.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(file), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
             return self._rename_columns(table)
-        kind, layout = tables.format_of(file), self._layout
-        if kind and kind != tables.format_of(settings.train):
-            quoting = settings.quoting if kind == "tsv" else "auto"
+        file_format, layout = tables.format_of(file), self._layout
+        if file_format and file_format != tables.format_of(settings.train):
+            quoting = settings.quoting if file_format == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
-        if not labeled and not kind and not layout.format:
+        if not labeled and not file_format and not layout.format:
             reject_spreadsheet(file)
             if plain_suffix(file) == ".txt" and "pair" not in keys:
                 return tables.read_lines(file, settings.encoding)
             if not settings.glue:
-                raise InputError(self._unknown_format(path))
-        if settings.glue and kind in ("", "tsv"):
+                raise InputError(self._unknown_format_message(path))
+        if settings.glue and file_format in ("", "tsv"):
             return glue.read_file(settings.glue, file, labeled=labeled)
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(file, layout, labeled=labeled, aliases=aliases, with_others=True)
+        table = self._read_table(file, layout, labeled=labeled, aliases=aliases, read_all=True)
         return self._rename_columns(table)
 
-    def _unknown_format(self, path: str) -> str:
-        known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
+    def _unknown_format_message(self, path: str) -> str:
+        advice = "Name it .csv, .tsv, .jsonl, .json or .parquet"
         txt = "" if self.pair_column is not None else ", or .txt for one input per line"
-        return f"{path}: its suffix does not name a table format. {known}{txt}, or pass its lines on standard input."
+        return f"{path}: its suffix does not name a table format. {advice}{txt}, or pass its lines on standard input."
 
     def origin(self, name: str) -> str:
         """Return where the set `name` comes from."""
@@ -100,14 +100,14 @@ class TableSource:
             return f"{where}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
         return setting
 
-    def check_no_dev(self) -> None:
+    def check_no_official_dev(self) -> None:
         """Raise `InputError` if `dev_share` is set for a task that has an official dev set."""
-        if self._glue and self._read(self._glue.dev[0], labeled=True) is not None:
+        if self._glue and self._read_split(self._glue.dev[0], labeled=True) is not None:
             raise InputError(
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, split: str, *, labeled: bool) -> Table | None:
+    def _read_split(self, split: str, *, labeled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, split)
@@ -117,7 +117,7 @@ class TableSource:
         return self._rename_columns(
             read_dataset(
                 settings.dataset,
-                [*self.keys.values()],
+                [*self.column_keys.values()],
                 subset=settings.subset,
                 split=setting or "train",
                 revision=settings.revision,
@@ -133,36 +133,36 @@ class TableSource:
         *,
         labeled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
-        with_others: bool = False,
+        read_all: bool = False,
     ) -> Table:
-        keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
+        keys, optional = [*self.column_keys.values()], self._optional(labeled=labeled)
         ids = ["id"] if keys.count("id") == 1 else []  # no setting can name another id column
         layout = replace(layout, convert=self._record_converter())
         return tables.read_table(
-            path, keys, layout=layout, optional=optional, aliases=aliases, with_others=with_others, skip_if_repeated=ids
+            path, keys, layout=layout, optional=optional, aliases=aliases, read_all=read_all, skip_if_repeated=ids
         )
 
     def _record_converter(self) -> Converter | None:
         """Return the function that converts records of annotation tools; None if columns do not allow it."""
-        keys = self.keys
+        keys = self.column_keys
         text, label = keys["text"], keys.get("label")
         # If the config names a column "answer", that column is not Prodigy's.
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
-        inputs = [key for name, key in keys.items() if name != "label"]
-        texts = [keys[name] for name in ("text", "pair") if name in keys]
-        return partial(class_rows, texts=texts, label=label, inputs=inputs)
+        input_columns = [key for name, key in keys.items() if name != "label"]
+        text_columns = [keys[name] for name in ("text", "pair") if name in keys]
+        return partial(labeled_rows, text_columns=text_columns, label_column=label, inputs=input_columns)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
-        """Return the columns that may be missing: ids, and labels if not `labeled`; never the text column."""
-        keys = self.keys
+        """Return the columns that may be missing: ids, and labels if not `labeled`; never a column with another use."""
+        keys = self.column_keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
         return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
 
     @property
-    def keys(self) -> dict[str, Key]:
-        """{our name of a column: its name or index in the files}; `label_columns` are named label:0, label:1, ..."""
+    def column_keys(self) -> dict[str, Key]:
+        """{our name of a column: its name or index in the files}; `label_columns` are called label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
         if self._glue:
@@ -175,7 +175,7 @@ class TableSource:
 
     def _rename_columns(self, table: Table) -> Table:
         """Return `table` with our column names, and with our names of GLUE's labels."""
-        keys = self.keys
+        keys = self.column_keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]

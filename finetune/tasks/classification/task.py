@@ -14,19 +14,15 @@ from finetune.tasks.classification.settings import SCORES, ClassificationSetting
 from finetune.tasks.classification.source import Example, ExampleSource
 from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import glue
-from finetune.tasks.datasets.labels import Problem
+from finetune.tasks.datasets.labels import ProblemType
 from finetune.tasks.datasets.text import FramedWindows, Slices, TextEncoder, TokenizedTexts, frame
-from finetune.tasks.datasets.windows import cut_pairs, slide, spread
+from finetune.tasks.datasets.windows import cut_pairs, select_evenly, slide
 from finetune.tasks.intervals import bootstrap
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_OBJECTIVES: dict[Problem, Objective] = {
-    "single_label": "classes",
-    "multi_label": "labels",
-    "regression": "value",
-}
+_OBJECTIVES: dict[ProblemType, Objective] = {"single_label": "classes", "multi_label": "labels", "regression": "value"}
 
 
 class Classification(Task[Example]):
@@ -43,30 +39,30 @@ class Classification(Task[Example]):
     def __init__(self, settings: ClassificationSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
-        self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
-        self.objective: Objective = _OBJECTIVES[self.problem]
+        self.problem_type: ProblemType = "regression" if settings.glue == "stsb" else settings.problem_type
+        self.objective: Objective = _OBJECTIVES[self.problem_type]
         self.metric: str = metric_name(settings.metric) or (
-            self._glue.metric if self._glue else SCORES[self.problem][0]
+            self._glue.metric if self._glue else SCORES[self.problem_type][0]
         )
         self.max_windows: int = settings.max_windows
         f1_task = self._glue if self._glue and "f1" in self._glue.scores else None
         self.positive = settings.positive or (list(f1_task.labels.values())[-1] if f1_task else "")
         # Minimum probability to predict a label (multi_label) or the positive class (two classes).
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
-        self._source = ExampleSource(settings, self.problem, state)
-        keys = self._source.tables.keys.items()
-        self.columns = {name.replace("label", "gold"): key for name, key in keys if isinstance(key, str)}
+        self._source = ExampleSource(settings, self.problem_type, state)
+        columns = self._source.tables.column_keys.items()
+        self.columns = {name.replace("label", "gold"): column for name, column in columns if isinstance(column, str)}
 
     # ------------------------------------------------------------ outputs
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the outputs; read from the training set if still unknown."""
+        """Names of the outputs; read from the training set if not yet known."""
         return tuple(self._source.names.values())
 
     @property
     def outputs(self) -> int:
-        return 1 if self.problem == "regression" else len(self.labels)
+        return 1 if self.problem_type == "regression" else len(self.labels)
 
     @property
     def takes_pairs(self) -> bool:
@@ -74,6 +70,7 @@ class Classification(Task[Example]):
         return self._source.tables.pair_column is not None
 
     def state(self) -> dict[str, Any]:
+        """Return the labels, their names in the files ("values"), the threshold, and each label's training examples."""
         return {
             "labels": list(self.labels),
             "values": list(self._source.names),
@@ -82,7 +79,7 @@ class Classification(Task[Example]):
         }
 
     def set_threshold(self, value: float) -> None:
-        if self.problem != "multi_label" and not self._decoder().has_positive:
+        if self.problem_type != "multi_label" and not self._decoder().has_positive:
             super().set_threshold(value)
         if not 0 < value < 1:
             raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
@@ -122,15 +119,15 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing ones."""
+        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing entries."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}
 
-    def others(self, example: Example) -> Mapping[str, Any]:
-        return example.others or {}
+    def unused_columns(self, example: Example) -> Mapping[str, Any]:
+        return example.unused_columns or {}
 
-    def first_value(self, examples: Sequence[Example]) -> float:
+    def initial_prediction(self, examples: Sequence[Example]) -> float:
         return float(self._true_labels(examples).mean())
 
     # ------------------------------------------------------------ predictions and scores
@@ -141,17 +138,17 @@ class Classification(Task[Example]):
 
     @property
     def tunes(self) -> bool:
-        return self.problem == "multi_label" and not self.settings.threshold
+        return self.problem_type == "multi_label" and not self.settings.threshold
 
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
-        """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
+        """For multi_label, choose the threshold, common to all labels, with the best `metric` on these examples.
 
         A custom metric is replaced by micro F1; of equal thresholds, the one nearest to 0.5 is chosen.
         """
         if not self.tunes or not examples:
             return
         predictions = self.decode(examples, windows, logits)
-        metric = self.metric if self.metric in SCORES[self.problem] else SCORES[self.problem][0]
+        metric = self.metric if self.metric in SCORES[self.problem_type] else SCORES[self.problem_type][0]
         self.threshold = self._decoder().best_threshold(self._true_labels(examples), predictions, metric)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -161,15 +158,16 @@ class Classification(Task[Example]):
         """
         if not self.is_labeled(examples):
             return {}
-        true, labeled = self._labeled(examples, predictions)
-        predicted = self._decoder().to_array(labeled)
+        true, predictions = self._labeled(examples, predictions)
+        predicted = self._decoder().to_array(predictions)
         scores = self._decoder().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
         return scores | custom_score(self.settings.metric, true, predicted)
 
     def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
-        true, labeled = self._labeled(examples, predictions)
-        return metrics.calibration(self._decoder().probabilities(labeled), true) if self.labels and labeled else {}
+        true, predictions = self._labeled(examples, predictions)
+        has_probabilities = self.labels and predictions
+        return metrics.calibration(self._decoder().probabilities(predictions), true) if has_probabilities else {}
 
     def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
         return self._decoder().best_temperature(self._true_labels(examples), _mean_logits(windows, logits))
@@ -177,8 +175,8 @@ class Classification(Task[Example]):
     def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
         if ":" in self.settings.metric:  # a custom function may be slow
             return None
-        decoder, (true, labeled) = self._decoder(), self._labeled(examples, predictions)
-        predicted = decoder.to_array(labeled)
+        decoder, (true, predictions) = self._decoder(), self._labeled(examples, predictions)
+        predicted = decoder.to_array(predictions)
         return bootstrap(lambda rows: decoder.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,10 +190,10 @@ class Classification(Task[Example]):
             return []
         labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
         threshold = details.get("threshold", THRESHOLD)
-        return list(checks.never_predicted(labels, counts, self._source.training_counts, threshold))
+        return list(checks.never_predicted_warnings(labels, counts, self._source.training_counts, threshold))
 
     def _decoder(self) -> LabelDecoder:
-        return LabelDecoder(self.problem, self.labels, self.positive, self.threshold)
+        return LabelDecoder(self.problem_type, self.labels, self.positive, self.threshold)
 
     def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         """Return (true labels, predictions) of the labeled examples."""
@@ -214,7 +212,7 @@ class Classification(Task[Example]):
         example, framed = self._cut(examples, encoder, limited=training)
         labels, weights = self._true_labels(examples), 1 / np.bincount(example, minlength=len(examples))[example]
         weights_C = self._source.class_weights if training else np.ones(self.outputs)
-        if self.problem == "single_label":
+        if self.problem_type == "single_label":
             weights *= weights_C[labels[example]]
         labels = self._targets(labels, weights_C, self.settings.label_smoothing if training else 0.0)
         return Windows(
@@ -230,18 +228,18 @@ class Classification(Task[Example]):
 
     def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
         """Return the labels that `Objective` expects, weighted as in torch's CrossEntropyLoss and BCEWithLogitsLoss."""
-        if self.problem == "multi_label":
+        if self.problem_type == "multi_label":
             return (labels * weights_C).astype(np.float32)
-        if self.problem == "regression" or not smoothing:
-            return labels.astype(np.float32 if self.problem == "regression" else np.int64)
-        # The weight of an example already includes the weight of its class.
-        spread_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
-        return ((1 - smoothing) * np.eye(self.outputs)[labels] + spread_NC).astype(np.float32)
+        if self.problem_type == "regression" or not smoothing:
+            return labels.astype(np.float32 if self.problem_type == "regression" else np.int64)
+        # Divided by the weight of the class, because that is already a factor of the example's weight.
+        smoothed_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        return ((1 - smoothing) * np.eye(self.outputs)[labels] + smoothed_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, limited: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (index of each window's example, int64 [F]; windows); `limited`: at most `max_windows` each."""
+        """Return (index of each window's example, int64 [F]; windows), `limited` to `max_windows` of each or not."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
@@ -254,24 +252,24 @@ class Classification(Task[Example]):
         example, *spans = self._limit_windows(cut, len(examples)) if limited else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
-    def _limit_windows(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
+    def _limit_windows(self, cut: tuple[np.ndarray, ...], num_examples: int) -> tuple[np.ndarray, ...]:
         """Keep at most `max_windows` windows of each example; `cut[0]` is the index of each window's example."""
         limit = self.settings.max_windows
-        counts = np.bincount(cut[0], minlength=examples)
-        long = counts > limit
-        if not long.any():
+        counts = np.bincount(cut[0], minlength=num_examples)
+        is_long = counts > limit
+        if not is_long.any():
             return cut
         logger.warning(
             "%d of %d examples are longer than %d windows (max_windows): training uses %d of their %d windows, "
             "evenly spaced; predictions use all",
-            long.sum(),
-            examples,
+            is_long.sum(),
+            num_examples,
             limit,
-            limit * long.sum(),
-            counts[long].sum(),
+            limit * is_long.sum(),
+            counts[is_long].sum(),
         )
-        rows = spread(cut[0], examples, limit)
-        return tuple(column[rows] for column in cut)
+        selected = select_evenly(cut[0], num_examples, limit)
+        return tuple(array[selected] for array in cut)
 
 
 def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:
@@ -281,9 +279,9 @@ def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:
     return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
-def _slices(column: TokenizedTexts, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
-    """Return a slice for each window: `length` tokens from token `start` of the string with the index `text`."""
-    return column.ids, column.starts[text] + start, length
+def _slices(texts: TokenizedTexts, index: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
+    """Return a slice for each window: `length` tokens from token `start` of the string with this `index`."""
+    return texts.ids, texts.starts[index] + start, length
 
 
 def _overlap(capacity: int) -> int:

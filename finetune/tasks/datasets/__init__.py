@@ -1,1 +1,1 @@
-"""Labeled sets in: tables, CoNLL columns, SQuAD, GLUE, and the pieces they are cut into."""
+"""Readers of labeled data (tables, CoNLL columns, SQuAD, GLUE), tokenization, and windows."""

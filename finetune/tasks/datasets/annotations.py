@@ -23,15 +23,16 @@ class NoLabel:
 
 UNLABELED, _SKIPPED, _REJECTED = NoLabel("unlabeled"), NoLabel("skipped"), NoLabel("rejected")
 _DISPUTED, _MERGED = NoLabel("disputed by annotators"), NoLabel("merged with another annotation")
-_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}  # {"answer" of Prodigy: reason}
+# {Prodigy's "answer": why the example is not used, or None}
+_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}
 _METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
-def left_out_line(source: str, rows: int, missing: Iterable[NoLabel]) -> str:
+def left_out_line(source: str, num_rows: int, reasons: Iterable[NoLabel]) -> str:
     """Return a line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
-    counts = Counter(entry.reason for entry in missing)
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
-    return f"{source}: {sum(counts.values()):,} of {rows:,} rows left out: {reasons}"
+    counts = Counter(entry.reason for entry in reasons)
+    listed = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    return f"{source}: {sum(counts.values()):,} of {num_rows:,} rows left out: {listed}"
 
 
 def is_prodigy(record: Mapping[str, Any]) -> bool:
@@ -51,12 +52,12 @@ def is_label_studio(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("data"), Mapping) and isinstance(record.get("annotations"), list)
 
 
-def read_annotations(record: Mapping[str, Any], read: Callable[[list[Any]], Any]) -> Any:
-    """Return what `read` finds in all annotations of a task, or only in ground truth; `NoLabel` if they disagree."""
+def read_annotations(record: Mapping[str, Any], read_result: Callable[[list[Any]], Any]) -> Any:
+    """Return what `read_result` finds in a task's annotations (ground truth, if any); `NoLabel` if they disagree."""
     entries = [entry for entry in record["annotations"] if isinstance(entry, Mapping)]
     finished = [entry for entry in entries if unused_reason(entry) is None and isinstance(entry.get("result"), list)]
     finished = [entry for entry in finished if entry.get("ground_truth") is True] or finished
-    return _consensus([read(entry["result"]) for entry in finished]) if finished or not entries else _SKIPPED
+    return _consensus([read_result(entry["result"]) for entry in finished]) if finished or not entries else _SKIPPED
 
 
 def refuse_label_ids(record: Mapping[str, Any], where: str) -> None:
@@ -67,16 +68,16 @@ def refuse_label_ids(record: Mapping[str, Any], where: str) -> None:
         raise InputError(f"{where}: annotations have label ids, such as {ids[0]}. Export the names of the labels.")
 
 
-def example_key(record: Any, texts: Sequence[str]) -> Hashable:
+def example_key(record: Any, text_columns: Sequence[str]) -> Hashable:
     """Return a key shared by all annotations of an example; None if each record is a separate example."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_prodigy(record)):
         return None
-    key = [record.get(name) for name in (["id"] if "annotation_id" in record else texts)]
+    key = [record.get(name) for name in (["id"] if "annotation_id" in record else text_columns)]
     return tuple(key) if all(isinstance(value, str | int) for value in key) else id(record)
 
 
 def merge_annotations(values: list[Any], keys: Sequence[Hashable]) -> None:
-    """In `values`, keep one value per example key if all agree; replace all others by `NoLabel`."""
+    """In `values`, keep the first value of each example key if all its values agree; replace others by `NoLabel`."""
     positions: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         if key is not None and not isinstance(values[position], NoLabel):
@@ -95,46 +96,47 @@ def _consensus(values: Sequence[Any]) -> Any:
     return values[0] if all(value == values[0] for value in values) else _DISPUTED
 
 
-def class_rows(
-    records: list[Any], where: Callable[[int], str], *, texts: Sequence[Any], label: str, inputs: Sequence[Any]
+def labeled_rows(
+    records: list[Any], where: Callable[[int], str], *, text_columns: list[Any], label_column: str, inputs: list[Any]
 ) -> list[Any]:
-    """Convert records of annotation tools to rows with the columns `texts` and `label`, a `NoLabel` if unlabeled.
+    """Convert records of annotation tools to rows with these columns; the label is a `NoLabel` if there is none.
 
     `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
     the location of an item, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
     candidates = names - _METADATA - set(inputs)
-    # In Label Studio's short form, the label column may have any name if it is the only other column.
-    is_renamed = "annotation_id" in names and label not in names and len(candidates) == 1
-    column = candidates.pop() if is_renamed else label
+    # In Label Studio's short form, the only column besides metadata and inputs is the label column, whatever its name.
+    is_renamed = "annotation_id" in names and label_column not in names and len(candidates) == 1
+    found_column = candidates.pop() if is_renamed else label_column
     rows: list[Any] = []
     for index, record in enumerate(records):
         if isinstance(record, dict) and is_label_studio(record):
-            record = _task_row(record, texts[0], label, where(index))
-        elif isinstance(record, dict) and (value := _record_label(record, column, where(index))) is not None:
-            record = {**record, label: value}
+            record = _task_row(record, text_columns[0], label_column, where(index))
+        elif isinstance(record, dict) and (value := _record_label(record, found_column, where(index))) is not None:
+            record = {**record, label_column: value}
         rows.append(record)
-    if not any(isinstance(row, dict) and label in row for row in rows):
+    if not any(isinstance(row, dict) and label_column in row for row in rows):
         return rows
-    labels = [row.get(label) if isinstance(row, dict) else None for row in rows]
+    labels = [row.get(label_column) if isinstance(row, dict) else None for row in rows]
     values = [UNLABELED if value is None else value for value in labels]
-    merge_annotations(values, [example_key(record, texts) for record in records])
-    return [{**row, label: value} if isinstance(row, dict) else row for row, value in zip(rows, values, strict=True)]
+    merge_annotations(values, [example_key(record, text_columns) for record in records])
+    pairs = zip(rows, values, strict=True)
+    return [{**row, label_column: value} if isinstance(row, dict) else row for row, value in pairs]
 
 
-def _task_row(record: Mapping[str, Any], text: str, label: str, where: str) -> dict[str, Any]:
-    """Return the row of a Label Studio task; if its data has a single string, that is the column `text`."""
+def _task_row(record: Mapping[str, Any], text_column: str, label_column: str, where: str) -> dict[str, Any]:
+    """Return the row of a Label Studio task; if its data has only one string, that becomes the text column."""
     texts = [value for value in record["data"].values() if isinstance(value, str)]
-    text_column = {text: texts[0]} if len(texts) == 1 else {}
-    value = read_annotations(record, lambda result: _choices(result, label, where))
-    return {**text_column, **record["data"], "id": record.get("id"), label: value}
+    text = {text_column: texts[0]} if len(texts) == 1 else {}
+    value = read_annotations(record, lambda result: _choices(result, label_column, where))
+    return {**text, **record["data"], "id": record.get("id"), label_column: value}
 
 
 def _record_label(record: Mapping[str, Any], column: str, where: str) -> Any:
-    """Return the label of a record, a `NoLabel`, or None if there is neither."""
-    if (missing := unused_reason(record)) is not None:
-        return missing
+    """Return the label of a record, a `NoLabel` if it is not used, or None if it has no label."""
+    if (reason := unused_reason(record)) is not None:
+        return reason
     if isinstance(record.get("accept"), list) and (is_prodigy(record) or "options" in record):
         texts = {item.get("id"): item.get("text") for item in record.get("options") or () if isinstance(item, Mapping)}
         return sorted((texts.get(item, item) if isinstance(item, int) else item for item in record["accept"]), key=str)
@@ -146,12 +148,12 @@ def _record_label(record: Mapping[str, Any], column: str, where: str) -> Any:
     return [value] if is_prodigy(record) and isinstance(value, str) else value
 
 
-def _choices(result: list[Any], label: str, where: str) -> Any:
-    """Return the choices of one annotator for the column `label`, sorted."""
+def _choices(result: list[Any], label_column: str, where: str) -> Any:
+    """Return the choices of one annotator for the label column, sorted."""
     entries = [entry for entry in result if isinstance(entry, Mapping) and isinstance(entry.get("value"), Mapping)]
     choices = [entry for entry in entries if isinstance(entry["value"].get("choices"), list)]
     names = {str(entry.get("from_name")) for entry in choices}
-    if label not in names and len(names) > 1:
+    if label_column not in names and len(names) > 1:
         raise InputError(f"{where}: choices of {listing(sorted(names))}. Set label_column to one of them.")
-    choices = [entry for entry in choices if label not in names or entry.get("from_name") == label]
+    choices = [entry for entry in choices if label_column not in names or entry.get("from_name") == label_column]
     return sorted((name for entry in choices for name in entry["value"]["choices"]), key=str)

@@ -36,8 +36,8 @@ def read_dataset(
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
-        present = list(requested.resolve(names, source).values())
-        values = dataset.with_format(None).select_columns(present)[:]
+        found = list(requested.resolve(names, source).values())
+        values = dataset.with_format(None).select_columns(found)[:]
     else:
         if not revision:
             raise InputError(
@@ -47,8 +47,8 @@ def read_dataset(
         dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
-        present = requested.resolve(names, source).values()
-        values = {column: [row.get(column) for row in rows] for column in present}
+        found = requested.resolve(names, source).values()
+        values = {name: [row.get(name) for row in rows] for name in found}
     return _to_table(values, requested.resolve(names, source), dataset.features or {}, source)
 
 
@@ -64,31 +64,31 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            present = requested.resolve(schema.names, str(path))
-            table = file.read(None if requested.with_others else list(present.values()))
+            names = requested.resolve(schema.names, str(path))
+            table = file.read(None if requested.read_all else list(names.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
     values = {name: _arrow_values(path, table[name]) for name in table.column_names}
-    selected = _to_table(values, present, _arrow_features(schema.metadata or {}), str(path))
-    if not requested.with_others:
+    selected = _to_table(values, names, _arrow_features(schema.metadata or {}), str(path))
+    if not requested.read_all:
         return selected
-    rest = [name for name in values if name not in present.values()]
-    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(selected)
-    return replace(selected, others=[dict(zip(rest, row, strict=True)) for row in rows])
+    other_names = [name for name in values if name not in names.values()]
+    rows = zip(*(values[name] for name in other_names), strict=True) if other_names else [()] * len(selected)
+    return replace(selected, other_cells=[dict(zip(other_names, row, strict=True)) for row in rows])
 
 
 def _to_table(
-    values: Mapping[str, list[Any]], present: Mapping[Key, str], features: Mapping[str, Any], source: str
+    values: Mapping[str, list[Any]], names: Mapping[Key, str], features: Mapping[str, Any], source: str
 ) -> Table:
-    """Return the columns `present` ({column: its name in `values`}), with class names instead of indices."""
-    classes: dict[Key, list[str]] = {
-        column: names for column, name in present.items() if (names := _class_names(features.get(name)))
+    """Return the columns of `names` ({column: its name in `values`}), with class names instead of indices."""
+    classes_by_column: dict[Key, list[str]] = {
+        column: classes for column, name in names.items() if (classes := _class_names(features.get(name)))
     }
     cells: dict[Key, list[Any]] = {
-        column: _with_class_names(values[name], classes.get(column, [])) for column, name in present.items()
+        column: _with_class_names(values[name], classes_by_column.get(column, [])) for column, name in names.items()
     }
     rows = len(next(iter(cells.values()), []))
-    return Table(cells, source, range(1, 1 + rows), ": row ", classes)
+    return Table(cells, source, range(1, 1 + rows), ": row ", classes_by_column)
 
 
 def _arrow_values(path: Path, column: Any) -> list[Any]:
@@ -112,7 +112,7 @@ def _arrow_features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
 
 
 def _class_names(feature: Any) -> list[str]:
-    """Return the class names of a feature or of the items of a list feature; [] for others."""
+    """Return the class names of a feature, or of the items of a list feature; [] if it has none."""
     for _ in range(2):
         names = feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None)
         if names:

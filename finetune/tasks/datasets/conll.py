@@ -30,16 +30,16 @@ def read_columns(
         remarks: collects warnings.
         labeled: whether tags are required.
     """
-    width, tabbed = 0, False
+    width, tabs = 0, False
     words_only = not labeled and _has_one_column(lines)
     sentences: list[Sentence] = []
-    document: list[Sequence[str]] = []  # words of its sentences so far
+    document: list[Sequence[str]] = []  # words of each of its sentences so far
     words: list[str] = []
     tags: list[str] | None = []
     token_index = label_index = 0
     for number, line in enumerate([*lines, ""], 1):
         line = line.rstrip(" \t\r")
-        if not words and _is_comment(line, width, tabbed, token_column, label_column, words_only=words_only):
+        if not words and _is_comment(line, width, tabs, token_column, label_column, words_only=words_only):
             document = [] if _NEW_DOCUMENT.match(line) else document
             continue
         if not line or line.startswith("-DOCSTART-"):
@@ -53,11 +53,11 @@ def read_columns(
                 document = []
             continue
         if not width:
-            tabbed = "\t" in line
-        fields = _fields(line, tabbed)
+            tabs = "\t" in line
+        fields = _fields(line, tabs)
         if len(fields) != width:
             if width:
-                raise InputError(_width_error(path, number, len(fields), width, tabbed))
+                raise InputError(_width_error(path, number, len(fields), width, tabs))
             width = len(fields)
             token_index = 0 if words_only else _column_index(path, number, "token_column", token_column, width)
             label_index = 0 if words_only else _column_index(path, number, "label_column", label_column, width)
@@ -68,26 +68,26 @@ def read_columns(
     return _remove_language_prefix(sentences, remarks)
 
 
-def _fields(line: str, tabbed: bool) -> list[str]:
+def _fields(line: str, tabs: bool) -> list[str]:
     # split() without an argument would split at no-break spaces, which may be words.
-    return line.split("\t") if tabbed else _SPACES.split(line.strip(" \t"))
+    return line.split("\t") if tabs else _SPACES.split(line.strip(" \t"))
 
 
 def _has_one_column(lines: list[str]) -> bool:
-    """Return whether the first line that cannot be a comment has one column; all others must then have one too."""
+    """Return whether the first line that cannot be a comment has one column, so that all other lines must have one."""
     word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
     first = next(word_lines, "").rstrip(" \t\r")
     return len(_fields(first, "\t" in first)) == 1
 
 
-def _is_comment(line: str, width: int, tabbed: bool, token_column: int, label_column: int, *, words_only: bool) -> bool:
+def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_only: bool) -> bool:
     """Return whether a line before a sentence's first word is a comment: a `#` without the columns or tag of a word.
 
     Before the file's first word, `width` (its number of columns) is 0. `words_only`: the file's only column has words.
     """
     if not line.startswith("#"):
         return False
-    fields = _fields(line, tabbed if width else "\t" in line)
+    fields = _fields(line, tabs if width else "\t" in line)
     if len(fields) == 1:
         return width > 1 or not (width or words_only)
     if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
@@ -121,8 +121,8 @@ def _column_index(path: str, line: int, name: str, column: int, width: int) -> i
     return column % width
 
 
-def _width_error(path: str, line: int, count: int, width: int, tabbed: bool) -> str:
-    separator = "tabs" if tabbed else "spaces"
+def _width_error(path: str, line: int, count: int, width: int, tabs: bool) -> str:
+    separator = "tabs" if tabs else "spaces"
     return (
         f"{path}:{line}: has {counted(count, 'column')}, separated by {separator}, but the first line of "
         f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."

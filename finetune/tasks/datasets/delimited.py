@@ -17,16 +17,16 @@ _DELIMITER_LINE = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')  # Excel's delimiter
 def read_delimited(
     path: Path,
     text: str,
-    kind: Format,
+    file_format: Format,
     layout: TableFormat,
     requested: RequestedColumns,
     on_skipped: Callable[[str], None] | None,
 ) -> Table:
     """Parse the requested columns of `text`, the content of a file; `on_skipped` as in `tables.read_table`."""
     text, declared_delimiter = _split_declaration(text)
-    delimiter = layout.delimiter or declared_delimiter or ("\t" if kind == "tsv" else ",")
-    quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are skipped, except between other rows of a file with one column: they are its empty cells.
+    delimiter = layout.delimiter or declared_delimiter or ("\t" if file_format == "tsv" else ",")
+    quoting = _quoting(path, text, file_format, layout, delimiter)
+    # Blank rows are skipped, but in a file with one column, blank rows between other rows are empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
     first_line, first_row = next(rows)
     names = first_row if layout.header else []
@@ -35,22 +35,23 @@ def read_delimited(
     width = len(first_row)
     positions = _positions(path, requested, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest = {str(name): index for index, name in enumerate(names or range(width)) if index not in positions.values()}
-    others: list[dict[str, str]] = []
-    lines = []
-    targets = list(zip(cells, positions.values(), strict=True))
+    all_names = enumerate(names or range(width))
+    other_positions = {str(name): index for index, name in all_names if index not in positions.values()}
+    other_cells: list[dict[str, str]] = []
+    line_numbers = []
+    cells_and_positions = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
             if on_skipped is None:
-                raise InputError(_width_error(path, line, len(fields), width, names, kind))
+                raise InputError(_width_error(path, line, len(fields), width, names, file_format))
             on_skipped(f"{path}:{line}")
             continue
-        lines.append(line)
-        for column, position in targets:
-            column.append(fields[position])
-        if requested.with_others:
-            others.append({name: fields[position] for name, position in rest.items()})
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
+        line_numbers.append(line)
+        for column_cells, position in cells_and_positions:
+            column_cells.append(fields[position])
+        if requested.read_all:
+            other_cells.append({name: fields[position] for name, position in other_positions.items()})
+    return Table(dict(zip(positions, cells, strict=True)), str(path), line_numbers, ":", other_cells=other_cells)
 
 
 def _split_declaration(text: str) -> tuple[str, str]:
@@ -59,12 +60,12 @@ def _split_declaration(text: str) -> tuple[str, str]:
     return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
-def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:
+def _quoting(path: Path, text: str, file_format: Format, layout: TableFormat, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
-    if kind == "tsv":
+    if file_format == "tsv":
         refuse_quoted(iterate_lines(text), delimiter, path, "classification.quoting")
-    return "standard" if kind == "csv" else "none"
+    return "standard" if file_format == "csv" else "none"
 
 
 def iterate_lines(text: str) -> Iterable[str]:
@@ -100,11 +101,11 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
     return positions
 
 
-def _width_error(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
+def _width_error(path: Path, line: int, count: int, width: int, names: list[str], file_format: Format) -> str:
     origin = "the header has" if names else "the first row has"
     hint = (
         "Set `quoting: standard` if cells are quoted"
-        if kind == "tsv"
+        if file_format == "tsv"
         else "Quote cells that contain the delimiter, or set `delimiter`"
     )
     return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."

@@ -19,7 +19,7 @@ from pretrain.common.files import atomic_open
 
 logger = logging.getLogger(__name__)
 
-Name = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
+GlueName = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
 
 Results = Mapping[str, Mapping[str, Mapping[str, float]]]
 """{task: {set, such as dev: {score: value, as returned by `Task.score`}}}."""
@@ -30,12 +30,12 @@ class GlueTask:
     """A GLUE task: columns and sets of its files, names of its labels, and its scores."""
 
     title: str  # name of the task, its folder and its submission
-    labels: dict[str, str]  # {label in the files: our name}, in the order of `datasets`' glue; {} for values
+    labels: dict[str, str]  # {label in the files: our name}, in the order of the hub's `glue` data set; {} for values
     text: Key = "sentence1"  # column of the text, or of the first text of a pair
     pair: Key | None = "sentence2"  # column of the second text; None without pairs
     label: Key = "label"  # column of the label
-    scores: tuple[str, ...] = ("accuracy",)  # scores that GLUE reports
-    metric: str = "accuracy"  # selects the checkpoint: GLUE's score, or the mean of its two (Wang et al., section 3)
+    scores: tuple[str, ...] = ("accuracy",)  # names of the scores that GLUE reports
+    metric: str = "accuracy"  # score that selects the checkpoint: GLUE's, or the mean of its two (Wang et al., sec. 3)
     folders: tuple[str, ...] = ()  # other names of its folder
     dev: tuple[str, ...] = ("dev",)  # names of its dev sets
     test: tuple[str, ...] = ("test",)  # names of its test sets
@@ -49,7 +49,7 @@ TASKS: dict[str, GlueTask] = {
     "cola": GlueTask(
         "CoLA",
         {"0": "unacceptable", "1": "acceptable"},
-        text=3,  # its files have no header
+        text=3,  # an index, because its training and dev files have no header
         pair=None,
         label=1,
         scores=("matthews", "accuracy"),
@@ -114,18 +114,18 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
     if path is None:
         return None
     if split in task.test:
-        text = task.text if isinstance(task.text, str) else "sentence"  # only CoLA's test file has a header
-        return _read(path, name, text, labeled=False)
+        text_column = task.text if isinstance(task.text, str) else "sentence"  # only CoLA's test file has a header
+        return _read(path, name, text_column, labeled=False)
     return _read(path, name, task.text)
 
 
 def read_file(name: str, path: Path | str, *, labeled: bool = True) -> Table:
     """Read another file in the format of the task's dev file, or of its test file if not `labeled`."""
-    text = TASKS[name].text
+    text_column = TASKS[name].text
     header = read_text(Path(path)).partition("\n")[0].rstrip("\r").split("\t")
-    if not labeled and isinstance(text, int) and "sentence" in header:
+    if not labeled and isinstance(text_column, int) and "sentence" in header:
         return _read(Path(path), name, "sentence", labeled=False)
-    return _read(Path(path), name, text, may_lack_labels=not labeled)
+    return _read(Path(path), name, text_column, may_lack_labels=not labeled)
 
 
 def expected_files(name: str, folder: Path | str, split: str) -> str:
@@ -160,7 +160,7 @@ def _find_file(folder: Path, name: str) -> Path | None:
 
 
 def _find_diagnostic(task_folder: Path) -> Path | None:
-    """Return GLUE's diagnostic set for MNLI models: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
+    """Return GLUE's diagnostic set for MNLI models: AX.tsv or diagnostic.tsv, in MNLI's folder or one next to it."""
     folders = [item for item in sorted(task_folder.parent.iterdir()) if item.is_dir()]
     folders = [item for item in folders if _normalize(item.name) in ("ax", "diagnostic")]
     folders = [task_folder, task_folder.parent, *folders]
@@ -168,20 +168,20 @@ def _find_diagnostic(task_folder: Path) -> Path | None:
     return next((path for path in candidates if path), None)
 
 
-def _read(path: Path, name: str, text: Key, *, labeled: bool = True, may_lack_labels: bool = False) -> Table:
+def _read(path: Path, name: str, text_column: Key, *, labeled: bool = True, may_lack_labels: bool = False) -> Table:
     task = TASKS[name]
-    columns = {"text": text, "pair": task.pair, "label": task.label if labeled else None}
-    names = {column: header for column, header in columns.items() if header is not None}
-    layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
+    columns = {"text": text_column, "pair": task.pair, "label": task.label if labeled else None}
+    headers = {column: header for column, header in columns.items() if header is not None}
+    layout = TableFormat("tsv", quoting="none", header=isinstance(text_column, str))
     # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
     broken: list[str] = []
     on_skipped = broken.append if name == "qqp" and labeled else None
     optional = [task.label] if may_lack_labels else []
-    table = read_table(path, list(names.values()), layout=layout, optional=optional, on_skipped=on_skipped)
+    table = read_table(path, list(headers.values()), layout=layout, optional=optional, on_skipped=on_skipped)
     if broken:
         logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
     cells: dict[Key, list[Any]] = {
-        column: table.columns[header] for column, header in names.items() if header in table.columns
+        column: table.columns[header] for column, header in headers.items() if header in table.columns
     }
     if "label" in cells and task.labels:
         cells["label"] = [task.labels.get(value, value) for value in cells["label"]]
@@ -230,8 +230,8 @@ def write_submission(
         with atomic_open(path) as file:
             file.write(b"index\tprediction\n")
             for index, item in enumerate(items):
-                text = official_labels[item["label"]] if official_labels else f"{min(max(item['value'], 0.0), 5.0):.3f}"
-                file.write(f"{index}\t{text}\n".encode())
+                cell = official_labels[item["label"]] if official_labels else f"{min(max(item['value'], 0.0), 5.0):.3f}"
+                file.write(f"{index}\t{cell}\n".encode())
         paths.append(path)
     return paths
 
@@ -249,7 +249,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("MRPC", "mrpc", "", "f1"),
     ("RTE", "rte", "", "accuracy"),
 )
-"""(heading, task, part of the set's name, score): the nine columns of Devlin et al., table 1, which excludes WNLI."""
+"""(heading, task, suffix of the set's name, score): the nine columns of Devlin et al., table 1, which excludes WNLI."""
 
 PAPER: dict[str, tuple[float, ...]] = {
     "BERT-Base, test": (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4),
@@ -263,20 +263,20 @@ _MISSING = "–"  # cell of a missing score
 def paper_row(results: Results) -> list[float | None]:
     """Return our dev scores in per cent, one per column of the paper's table; None if missing."""
     row: list[float | None] = []
-    for _, task, part, score in COLUMNS:
-        value = results.get(task, {}).get(f"dev_{part}" if part else "dev", {}).get(score)
+    for _, task, subset, score in COLUMNS:
+        value = results.get(task, {}).get(f"dev_{subset}" if subset else "dev", {}).get(score)
         row.append(None if value is None else 100 * value)
     return row
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Return the headings, the paper's rows and our row; averages are over the columns for which we have a score."""
+    """Return headings, the paper's rows and the row of our model `name`; averages are over columns that our row has."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     our_row = rows[f"{name}, dev"]
     lines = [["", *(heading for heading, *_ in COLUMNS), "average (our columns)" if None in our_row else "average"]]
     for title, values in rows.items():
-        known = [value for value, ours in zip(values, our_row, strict=True) if value is not None and ours is not None]
-        lines.append([title, *map(_cell, values), _cell(sum(known) / len(known) if known else None)])
+        used = [value for value, ours in zip(values, our_row, strict=True) if value is not None and ours is not None]
+        lines.append([title, *map(_format_cell, values), _format_cell(sum(used) / len(used) if used else None)])
     return lines
 
 
@@ -292,5 +292,5 @@ def format_table(lines: list[list[str]]) -> str:
     return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others{note}.\n"
 
 
-def _cell(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     return _MISSING if value is None else f"{value:.1f}"

@@ -11,7 +11,7 @@ from finetune.tasks.datasets.table import listing
 from pretrain.common.errors import InputError
 from pretrain.common.wording import nearest
 
-Problem = Literal["single_label", "multi_label", "regression"]
+ProblemType = Literal["single_label", "multi_label", "regression"]
 
 _FLAGS: dict[Any, bool] = {0: False, 1: True}  # 0.0 and True are equal to these keys
 _FLAG_STRINGS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
@@ -20,29 +20,29 @@ Label = str | tuple[str, ...] | float
 """By problem type: a class name, the names of a set of labels, or a value."""
 
 
-def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
+def parse(cell: Any, problem_type: ProblemType, separator: str, where: str) -> Label:
     """Parse the label in a cell.
 
     Args:
         separator: separator of the labels of a set; "" if the cell is a JSON list.
         where: the cell's location, for errors.
     """
-    if problem == "single_label":
-        return _class_name(cell, where)
-    return _value(cell, where) if problem == "regression" else _label_set(cell, separator, where)
+    if problem_type == "single_label":
+        return _parse_class_name(cell, where)
+    return _parse_value(cell, where) if problem_type == "regression" else _parse_label_set(cell, separator, where)
 
 
-def unwrap(cell: Any, problem: Problem) -> Any:
+def unwrap(cell: Any, problem_type: ProblemType) -> Any:
     """Return the label in `cell`, which may be a list of one item unless multi_label; `NoLabel` if there is none."""
-    if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
+    if isinstance(cell, list) and problem_type != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
             return NoLabel("with several labels")
         cell = cell[0] if cell else None
-    is_blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
+    is_blank = isinstance(cell, str) and problem_type != "multi_label" and not cell.strip()
     return UNLABELED if is_blank or cell is None or cell != cell else cell  # NaN differs from itself
 
 
-def sort_labels(labels: Iterable[Label | None]) -> list[str]:
+def sort_names(labels: Iterable[Label | None]) -> list[str]:
     """Return the distinct names in `labels`, sorted, numerically if all are numbers."""
     names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
     try:
@@ -54,14 +54,14 @@ def sort_labels(labels: Iterable[Label | None]) -> list[str]:
     return sorted(names, key=lambda name: (numbers[name], name))
 
 
-def rename(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
-    """Convert a label in a file to our name; `InputError` with the closest known label if it is unknown."""
+def to_name(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
+    """Convert a label in a file to its name in `names`; `InputError` with the closest label if it is unknown."""
     if isinstance(label, tuple):
-        return tuple(_rename(name, names, where) for name in label)
-    return _rename(label, names, where) if isinstance(label, str) else label
+        return tuple(_to_name(name, names, where) for name in label)
+    return _to_name(label, names, where) if isinstance(label, str) else label
 
 
-def decode_vectors(
+def decode_flags(
     cells: Sequence[Any],
     separator: str,
     names: Sequence[str],
@@ -81,7 +81,7 @@ def decode_vectors(
     """
     filled = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
     strings = strict or bool(separator)
-    vectors = {row: _parse_flags(_parts(cell, separator), strings=strings) for row, cell in filled.items()}
+    vectors = {row: _parse_flags(_split_set(cell, separator), strings=strings) for row, cell in filled.items()}
     widths = {None if flags is None else len(flags) for flags in vectors.values()}
     if not strict and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
         return list(cells)
@@ -113,7 +113,7 @@ def _vector_error(flags: list[bool] | None, names: Sequence[str]) -> str:
     return ""
 
 
-def _class_name(cell: Any, where: str) -> str:
+def _parse_class_name(cell: Any, where: str) -> str:
     """Return a string without surrounding spaces; numbers and booleans in JSON notation."""
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)  # pandas stores integer columns with missing values as floats
@@ -125,11 +125,11 @@ def _class_name(cell: Any, where: str) -> str:
     return name
 
 
-def _label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
-    parts = _parts(cell, separator)
+def _parse_label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
+    parts = _split_set(cell, separator)
     if not isinstance(parts, list):
         raise InputError(f"{where}: labels is {excerpt(cell)}, not a JSON list. Write one, or set `label_separator`.")
-    names = tuple(_class_name(part, where) for part in parts)
+    names = tuple(_parse_class_name(part, where) for part in parts)
     if len(set(names)) < len(names):
         raise InputError(
             f"{where}: labels is {excerpt(cell)}, with a repeated label. Give each once; or if these are 0-1 vectors, "
@@ -138,8 +138,8 @@ def _label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
     return names
 
 
-def _parts(cell: Any, separator: str) -> Any:
-    """Return the items of a cell with a set of labels, as a list unless the cell is invalid."""
+def _split_set(cell: Any, separator: str) -> Any:
+    """Return the items of a cell with a set of labels, as a list; another type if the cell is invalid."""
     if not isinstance(cell, str):
         return cell
     if separator:
@@ -151,14 +151,14 @@ def _parts(cell: Any, separator: str) -> Any:
 
 
 def _parse_flags(values: Any, *, strings: bool) -> list[bool] | None:
-    """Return the values of a 0-1 vector (with `strings`, also "0", "true", ...); None for anything else."""
-    known = _FLAGS | (_FLAG_STRINGS if strings else {})
-    plain = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
-    keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if plain else []
-    return [known[key] for key in keys] if keys and all(key in known for key in keys) else None
+    """Return the values of a 0-1 vector (with `strings`, also of "0", "true", ...); None for other `values`."""
+    flags = _FLAGS | (_FLAG_STRINGS if strings else {})
+    is_flat = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
+    keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if is_flat else []
+    return [flags[key] for key in keys] if keys and all(key in flags for key in keys) else None
 
 
-def _value(cell: Any, where: str) -> float:
+def _parse_value(cell: Any, where: str) -> float:
     try:
         value = float(cell)
     except (TypeError, ValueError, OverflowError):
@@ -168,7 +168,7 @@ def _value(cell: Any, where: str) -> float:
     return value
 
 
-def _rename(value: str, names: Mapping[str, str], where: str) -> str:
+def _to_name(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
     suggestions = nearest(value, names)

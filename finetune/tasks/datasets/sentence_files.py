@@ -23,7 +23,7 @@ _COLUMN_NAMES = (
 
 def read_sentences(
     path: Path | str,
-    warnings: Remarks,
+    remarks: Remarks,
     *,
     token_column: int = 0,
     label_column: int = -1,
@@ -38,8 +38,8 @@ def read_sentences(
     Files other than Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as they are in the file.
 
     Args:
-        labeled: whether tags are needed. If not, the only column of a file is taken as its words.
-        plain: if some lines of a .txt have no tag, read each line as one document of plain text.
+        labeled: whether tags are needed. If not, a file may have words as its only column.
+        plain: whether to read each line of a .txt as one document of plain text, unless all lines have tags.
         cut: segments plain text into words.
         tag_names: the name of each tag id, if records have ids instead of names.
 
@@ -48,28 +48,28 @@ def read_sentences(
             columns, records of an unknown form, or spans that do not fit their text.
     """
     path = Path(path).expanduser()
-    kind = format_of(path)
-    if kind == "parquet":
-        sentences = from_records(parquet_records(path), warnings, cut, tag_names)
+    file_format = format_of(path)
+    if file_format == "parquet":
+        sentences = from_records(parquet_records(path), remarks, cut, tag_names)
         return _reject_empty(sentences, path)
-    if kind == "csv":
+    if file_format == "csv":
         return _reject_empty(_read_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
-    if kind in ("jsonl", "json"):
-        sentences = from_records(json_records(path, text, kind), warnings, cut, tag_names)
+    if file_format in ("jsonl", "json"):
+        sentences = from_records(json_records(path, text, file_format), remarks, cut, tag_names)
         return _reject_empty(sentences, path)
     lines = _split_lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = from_lines(str(path), lines, cut)
     else:
-        sentences = read_columns(str(path), lines, token_column, label_column, warnings, labeled=labeled)
+        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _reject_empty(sentences, path)
 
 
 def _read_word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """Read the sentences of a table with one word per row. The sentence column may be empty except in first rows."""
-    known = list(itertools.chain.from_iterable(_COLUMN_NAMES))
-    table = read_table(path, known, layout=TableFormat(encoding=encoding), optional=known)
+    """Read the sentences of a table with one word per row. Sentences may be named only in their first row."""
+    column_names = list(itertools.chain.from_iterable(_COLUMN_NAMES))
+    table = read_table(path, column_names, layout=TableFormat(encoding=encoding), optional=column_names)
     columns = (next((table.columns[name] for name in names if name in table.columns), None) for names in _COLUMN_NAMES)
     sentence_names, words, tags = columns
     if sentence_names is None or words is None or (labeled and tags is None):

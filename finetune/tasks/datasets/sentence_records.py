@@ -1,7 +1,7 @@
 """Reads sentences from records: JSON, Parquet rows, or a single object or string.
 
-JSON Lines have one object per sentence, and so has a list in a .json file. Adjacent sentences with the same
-`document` (a string or a number) form a document:
+Lines of a .jsonl file, or items of the list in a .json file, are objects, one per sentence. Adjacent sentences with
+the same `document` (a string or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -31,7 +31,7 @@ from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
-_TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
+_TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")  # possible keys
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
@@ -50,9 +50,9 @@ def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, c
 def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
-    if isinstance(missing := record.get("entities"), NoLabel):
+    if isinstance(reason := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=missing)
+        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=reason)
     refuse_label_ids(record, where)
     entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
@@ -61,24 +61,24 @@ def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentenc
     if text is not None and (has_no_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
-        parsed, tags = _from_text(text, where, cut), None
+        sentence, tags = _from_text(text, where, cut), None
     elif tokens is not None:
         if text is not None and entities is not None:
             tags = None
-        parsed = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
+        sentence = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
     else:
         raise InputError(
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
     check_id(record.get("id"), where)
-    parsed = replace(parsed, document_name=_document_name(record, where), id=record.get("id"))
-    return parsed if tags is not None or entities is None else _with_spans(parsed, entities, where, remarks)
+    sentence = replace(sentence, document_name=_document_name(record, where), id=record.get("id"))
+    return sentence if tags is not None or entities is None else _with_spans(sentence, entities, where, remarks)
 
 
-def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
+def json_records(path: Path, text: str, file_format: Format) -> Iterator[tuple[str, int, Any]]:
     """Yield (path, line number, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
-    separator, numbered = json_values(path, text, kind)
-    for number, value in numbered:
+    separator, numbered_values = json_values(path, text, file_format)
+    for number, value in numbered_values:
         yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
 
 
@@ -94,7 +94,7 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 def from_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
-    """Return sentences from (source, line number or 0, record); `tag_names` are the names of numeric tags, in order."""
+    """Return sentences from (source, line number or 0, record); `tag_names` are the names of tag ids 0, 1, ..."""
     items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
     normalized = [record for _, _, record in items]
     converted_records = convert_offsets(normalized, cut)
@@ -104,20 +104,20 @@ def from_records(
         if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
         sentences.append(replace(_parse(converted_record, where, remarks, cut), source=source, line=line))
-    values = [parsed.missing_reason if parsed.tags is None else parsed.tags for parsed in sentences]
+    values = [sentence.missing_reason if sentence.tags is None else sentence.tags for sentence in sentences]
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
     return group_documents(
-        replace(parsed, tags=None, missing_reason=value) if isinstance(value, NoLabel) else parsed
-        for parsed, value in zip(sentences, values, strict=True)
+        replace(sentence, tags=None, missing_reason=value) if isinstance(value, NoLabel) else sentence
+        for sentence, value in zip(sentences, values, strict=True)
     )
 
 
 def from_lines(path: str, lines: list[str], cut: Segmenter) -> list[Sentence]:
     """Return one document per line; an empty line is an empty document."""
-    numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
+    numbered_lines = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
         replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
-        for number, line in numbered
+        for number, line in numbered_lines
     ]
 
 
@@ -177,40 +177,40 @@ def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
 
 
-def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+def _with_spans(sentence: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
     """Return the sentence with tags made from the character spans of `entities`."""
-    text, offsets = parsed.text_and_offsets()
-    spans = _spans(entities, text, where)
-    if parsed.text is None:
+    text, offsets = sentence.text_and_offsets()
+    spans = _parse_spans(entities, text, where)
+    if sentence.text is None:
         _check_alignment(spans, offsets, where)
     tags = _make_tags(spans, text, offsets, where, remarks)
-    return replace(parsed, tags=tags, from_spans=True)
+    return replace(sentence, tags=tags, from_spans=True)
 
 
-def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
+def _parse_spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     """Return (start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
         raise InputError(f"{where}: entities is {excerpt(entities)}; expected a list.")
     spans = []
     for index, entity in enumerate(entities):
-        name = f"{where}: entity {index}"
+        location = f"{where}: entity {index}"
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
-            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
+            raise InputError(f"{location} is {excerpt(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         kind = kind.strip() if isinstance(kind, str) else kind
         start, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(start) is not int or type(end) is not int:
-            raise InputError(f"{name} is {excerpt(entity)}; expected {form}.")
+            raise InputError(f"{location} is {excerpt(entity)}; expected {form}.")
         if not 0 <= start < end <= len(text):
             raise InputError(
-                f"{name} is from {start} to {end}, but the text has {len(text)} characters. Count Unicode "
+                f"{location} is from {start} to {end}, but the text has {len(text)} characters. Count Unicode "
                 f"characters from 0; `end` is the index after the last."
             )
         expected = entity.get("text")
         if isinstance(expected, str) and replace_surrogates(expected) != text[start:end]:
             raise InputError(
-                f"{name} is {excerpt(expected)}, but {start} to {end} of the text is {excerpt(text[start:end])}. "
+                f"{location} is {excerpt(expected)}, but {start} to {end} of the text is {excerpt(text[start:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
         spans.append((start, end, kind))
@@ -225,7 +225,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
 
 
 def _check_alignment(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
-    """Check that entities begin and end with a token; if they do not, offsets probably count tokens."""
+    """Raise `InputError` unless entities begin and end with a token; if not, their offsets probably count tokens."""
     starts, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
     for start, end, kind in spans:
         if start not in starts or end not in ends:
@@ -241,7 +241,7 @@ def _make_tags(
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
     tags = ["O"] * len(offsets)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    next_free = 0
+    next_free = 0  # index after the last word of an entity so far
     for start, end, kind in spans:
         first = int(np.searchsorted(ends, start, "right"))
         stop = int(np.searchsorted(starts, end, "left"))

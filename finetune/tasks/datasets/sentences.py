@@ -29,9 +29,9 @@ class Sentence:
     index: int = 0  # index of this sentence in `document`
     document_name: str | None = None  # name of its document, if the record has one
     id: Any = None  # id of the record
-    from_spans: bool = False  # tags were made from character spans: they are IOB2, whatever the scheme of the file
+    from_spans: bool = False  # whether tags were made from character spans (then IOB2, whatever the file's scheme)
     missing_reason: NoLabel = UNLABELED  # why it has no tags, if `tags` is None
-    from_text: bool = False  # `words` come from segmenting `text`
+    from_text: bool = False  # whether `words` come from segmenting `text`
 
     def __post_init__(self) -> None:
         if not self.document:
@@ -67,15 +67,15 @@ class Remarks:
 
 
 def group_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
-    """Group adjacent sentences with the same document name into documents; they become each other's context.
+    """Group adjacent sentences with the same document name into documents, and store the document in each sentence.
 
     A sentence without a document name is a separate document.
     """
     grouped: list[Sentence] = []
     for sentence in sentences:
         previous_name = grouped[-1].document_name if grouped else None
-        joins = sentence.document_name is not None and sentence.document_name == previous_name
-        document: list[Sequence[str]] = grouped[-1].document if joins else []  # pyright: ignore[reportAssignmentType]
+        extends = sentence.document_name is not None and sentence.document_name == previous_name
+        document: list[Sequence[str]] = grouped[-1].document if extends else []  # pyright: ignore[reportAssignmentType]
         document.append(sentence.words)
         grouped.append(replace(sentence, document=document, index=len(document) - 1))
     return grouped

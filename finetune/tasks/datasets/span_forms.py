@@ -13,10 +13,11 @@ from finetune.tasks.datasets.annotations import NoLabel, is_label_studio, is_pro
 from finetune.tasks.datasets.sentences import Segmenter
 from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 
-_ONE_SPAN = NoLabel("with an answer about a single span")
+_SINGLE_SPAN_ANSWER = NoLabel("with an answer about a single span")
+# Possible keys of a record's tags and entities, and of an entity's fields.
 _TAGS = ("tags", "labels", "ner_tags")
-_SPANS = ("entities", "spans", "ents", "label", "labels")
-_KEYS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
+_ENTITIES = ("entities", "spans", "ents", "label", "labels")
+_FIELDS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
 
 
 def normalize_record(record: Any) -> Any:
@@ -27,19 +28,19 @@ def normalize_record(record: Any) -> Any:
         return record
     if is_label_studio(record):
         record = _from_label_studio(record)
-    missing = unused_reason(record)
-    if missing is None and is_prodigy(record):
-        missing = _ONE_SPAN if record.get("_view_id") == "ner" else None
-        record = record if record.keys() & {*_SPANS, *_TAGS} else {**record, "entities": []}
-    if missing is not None:
-        return {**record, "entities": missing}
-    names = (*_SPANS, *record) if "annotation_id" in record else _SPANS
-    name = next((name for name in names if _are_spans(record, name)), None)
-    if name is None:
+    reason = unused_reason(record)
+    if reason is None and is_prodigy(record):
+        reason = _SINGLE_SPAN_ANSWER if record.get("_view_id") == "ner" else None
+        record = record if record.keys() & {*_ENTITIES, *_TAGS} else {**record, "entities": []}
+    if reason is not None:
+        return {**record, "entities": reason}
+    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES
+    spans_key = next((key for key in keys if _has_spans(record, key)), None)
+    if spans_key is None:
         return record
     return {
-        **{key: value for key, value in record.items() if key != name},
-        "entities": [_convert_span(span) for span in record[name]],
+        **{key: value for key, value in record.items() if key != spans_key},
+        "entities": [_convert_span(span) for span in record[spans_key]],
     }
 
 
@@ -71,7 +72,7 @@ def _with_code_points(span: Any, indices: Sequence[int]) -> Any:
 
 
 def name_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
-    """Replace tag numbers in the lists under `keys` in `record` by `names`; unknown numbers are kept."""
+    """Replace tag ids by names, in the lists under `keys` of `record`; ids outside `names` are kept."""
 
     def to_name(tag: Any) -> Any:
         return names[tag] if type(tag) is int and 0 <= tag < len(names) else tag
@@ -94,20 +95,20 @@ def _span_values(result: list[Any]) -> list[Any]:
     return sorted(values, key=repr)
 
 
-def _are_spans(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name)
+def _has_spans(record: Mapping[str, Any], key: str) -> bool:
+    value = record.get(key)
     if not isinstance(value, list):
         return False
     if not value:  # no entities; but empty `labels` may also be the tags of an empty sentence
-        return name != "labels" or bool(record.get("text") and not record.get("tokens"))
+        return key != "labels" or bool(record.get("text") and not record.get("tokens"))
     return all(isinstance(item, Mapping) or (isinstance(item, list) and len(item) == 3) for item in value)
 
 
 def _convert_span(entity: Any) -> Any:
     if isinstance(entity, list):
-        return dict(zip(_KEYS, entity, strict=True))
+        return dict(zip(_FIELDS, entity, strict=True))
     fields = {
-        name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _KEYS.items()
+        name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _FIELDS.items()
     }
     if isinstance(fields["type"], list) and len(fields["type"]) == 1:
         fields["type"] = fields["type"][0]

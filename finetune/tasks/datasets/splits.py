@@ -18,12 +18,12 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
     """
     candidates: list[str] = []
     seen: set[str] = set()
-    for text, names in _sorted_by_class(texts, classes).items():
-        if names <= seen:
+    for text, text_classes in _sorted_by_class(texts, classes).items():
+        if text_classes <= seen:  # another string of each of its classes is not held out
             candidates.append(text)
-        seen |= names
+        seen |= text_classes
     count = min(count, len(candidates))
-    # Choose `count` evenly spaced candidates: where the quota rises.
+    # Choose `count` evenly spaced candidates, at each of which the quota rises.
     quota = [index * count // max(1, len(candidates)) for index in range(len(candidates) + 1)]
     chosen = {candidates[index] for index in range(len(candidates)) if quota[index + 1] > quota[index]}
     return [text in chosen for text in texts]
@@ -31,8 +31,8 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
 
 def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
     """Return the fold index of each example, from 0 to `count` - 1; every class is spread over all folds."""
-    fold = {text: index % count for index, text in enumerate(_sorted_by_class(texts, classes))}
-    return [fold[text] for text in texts]
+    fold_of_text = {text: index % count for index, text in enumerate(_sorted_by_class(texts, classes))}
+    return [fold_of_text[text] for text in texts]
 
 
 def _sorted_by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _COLUMNS = ("question", "context", "id", "answers", "answer_text", "answer_start")
 _MAX_QUOTED = 3  # maximum number of bad answers quoted in a message
-_FORMS = (  # the accepted formats, for messages
+_FORMS = (  # accepted formats, for messages
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
     '({"id", "question", "context", "answers"})'
 )
@@ -78,11 +78,11 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     questions: list[Question] = []
     locations: dict[str, str] = {}
     contexts: dict[str, str] = {}
-    missing: list[NoLabel] = []
+    reasons: list[NoLabel] = []
     for location, record, context in records:
-        question = _question(record, context, location, labeled=labeled)
+        question = _to_question(record, context, location, labeled=labeled)
         if labeled and question.answers is None:
-            missing.append(unused_reason(record) or UNLABELED)
+            reasons.append(unused_reason(record) or UNLABELED)
             continue
         if question.id in locations:
             raise InputError(
@@ -92,7 +92,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         locations[question.id] = location
         context = contexts.setdefault(question.context, question.context)
         questions.append(replace(question, context=context))
-    line = left_out_line(path, len(questions) + len(missing), missing) if missing else ""
+    line = left_out_line(path, len(questions) + len(reasons), reasons) if reasons else ""
     if not questions:
         raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
     if line:
@@ -101,14 +101,14 @@ def read(path: str, *, labeled: bool) -> list[Question]:
 
 
 def from_record(record: Any, location: str) -> Question:
-    """Return an unlabeled question from one JSON object; its location is the id if it has none."""
+    """Return an unlabeled question from one JSON object; its id is the `location` if the object has no id."""
     if not isinstance(record, Mapping):
         raise InputError(
             f"{location}: is {_describe(record)}. A span question needs a context: "
             f'write {{"question": "...", "context": "..."}}.'
         )
     unlabeled = {key: value for key, value in record.items() if key != "answers"}
-    return _question({"id": location, **unlabeled}, record.get("context"), location, labeled=False)
+    return _to_question({"id": location, **unlabeled}, record.get("context"), location, labeled=False)
 
 
 def handle_bad_answers(
@@ -205,26 +205,28 @@ def _read_json(path: str) -> Iterator[tuple[str, Any, Any]]:
         location = f"{path}: {name}[{index}]"
         if not isinstance(item, dict):
             raise InputError(f"{location}: is {_describe(item)}; expected {_FORMS}.")
-        if not (rows := list(_questions(item, location, str(index + 1)))) and not item.keys() & {"paragraphs", "qas"}:
+        rows = list(_question_records(item, location, str(index + 1)))
+        if not rows and not item.keys() & {"paragraphs", "qas"}:
             raise InputError(f"{location}: is an object of {_keys(item)}; expected {_FORMS}.")
         yield from rows
 
 
-def _questions(item: dict[str, Any], location: str, default_id: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location, record, context) for every question of an article, paragraph or flat record (else none)."""
+def _question_records(item: dict[str, Any], location: str, default_id: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of an article, paragraph or flat record; none for others."""
     if "paragraphs" in item:
         for index, paragraph in enumerate(_expect_list(item, "paragraphs", location)):
-            inner = f"{location}.paragraphs[{index}]"
+            where = f"{location}.paragraphs[{index}]"
             if not isinstance(paragraph, dict):
-                raise InputError(f"{inner}: is {_describe(paragraph)}; expected an object of context and qas.")
-            yield from _paragraph(paragraph, inner)
+                raise InputError(f"{where}: is {_describe(paragraph)}; expected an object of context and qas.")
+            yield from _qas_records(paragraph, where)
     elif "qas" in item:
-        yield from _paragraph(item, location, default_id)
+        yield from _qas_records(item, location, default_id)
     elif "question" in item and "context" in item:
         yield location, {"id": default_id, **item}, item["context"]
 
 
-def _paragraph(paragraph: dict[str, Any], location: str, default_id: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _qas_records(paragraph: dict[str, Any], location: str, default_id: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of a paragraph."""
     for index, record in enumerate(_expect_list(paragraph, "qas", location)):
         if default_id and isinstance(record, dict):
             record = {"id": f"{default_id}.{index + 1}", **record}
@@ -235,7 +237,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield (location, record, context) for every question in a .jsonl file."""
     for number, record in json_values(Path(path), _read_nonempty(path), "jsonl")[1]:
         location = f"{path}:{number}"
-        rows = list(_questions(record, location, str(number))) if isinstance(record, dict) else []
+        rows = list(_question_records(record, location, str(number))) if isinstance(record, dict) else []
         if not rows:
             kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _describe(record)
             is_nested = isinstance(record, dict) and "data" in record
@@ -246,7 +248,7 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, Any, Any]]:
         yield from rows
 
 
-def _read_rows(path: str) -> Iterator[tuple[str, Any, Any]]:
+def _read_table_rows(path: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield (location, record, context) for every row of a table."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS[2:])
     for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
@@ -255,11 +257,11 @@ def _read_rows(path: str) -> Iterator[tuple[str, Any, Any]]:
             **{str(name): cell for name, cell in zip(table.columns, cells, strict=True) if cell is not None},
         }
         if isinstance(record.get("answers"), str):
-            record["answers"] = _answers_cell(record["answers"], table.where(row))
+            record["answers"] = _parse_answers_cell(record["answers"], table.where(row))
         yield table.where(row), record, record.get("context")
 
 
-def _answers_cell(cell: str, location: str) -> Any:
+def _parse_answers_cell(cell: str, location: str) -> Any:
     """Parse the JSON in a cell of the column answers; None if it is blank."""
     if not cell.strip():
         return None
@@ -274,7 +276,7 @@ def _answers_cell(cell: str, location: str) -> Any:
 
 _READERS = {
     **dict.fromkeys((".jsonl", ".ndjson"), _read_jsonl),
-    **dict.fromkeys((".parquet", ".csv", ".tsv"), _read_rows),
+    **dict.fromkeys((".parquet", ".csv", ".tsv"), _read_table_rows),
 }
 
 
@@ -288,7 +290,7 @@ def _read_nonempty(path: str) -> str:
 # ---------------------------------------------------------------- records
 
 
-def _question(record: Any, context: Any, location: str, *, labeled: bool) -> Question:
+def _to_question(record: Any, context: Any, location: str, *, labeled: bool) -> Question:
     if not isinstance(record, Mapping):
         raise InputError(f"{location}: is {_describe(record)}; expected an object of id, question and answers.")
     id_ = record.get("id")
@@ -300,11 +302,11 @@ def _question(record: Any, context: Any, location: str, *, labeled: bool) -> Que
         id=_expect_string(id_, "id", location),
         text=text,
         context=_expect_string(context, "context", full_location),
-        answers=_answers(record, full_location, labeled=labeled),
+        answers=_to_answers(record, full_location, labeled=labeled),
     )
 
 
-def _answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tuple[Answer, ...] | None:
+def _to_answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tuple[Answer, ...] | None:
     raw, impossible = record.get("answers"), record.get("is_impossible")
     if raw is None:
         raw = [] if impossible is True else _single_answer(record, location)
@@ -314,7 +316,7 @@ def _answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tupl
         raw = _transpose_answers(raw, location)
     if not isinstance(raw, list):
         raise InputError(f'{location}: answers is {_describe(raw)}; expected [{{"text", "answer_start"}}].')
-    parsed = [_answer(item, location) for item in raw]
+    parsed = [_to_answer(item, location) for item in raw]
     # Converters write a blank answer at -1 for questions without an answer.
     answers = tuple(answer for answer in parsed if answer.text.strip() or answer.start != -1)
     if not (answers or labeled or impossible in (None, True)):
@@ -328,7 +330,7 @@ def _answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tupl
 
 
 def _single_answer(record: Mapping[str, Any], location: str) -> Any:
-    """Return the answer of a record with answer_text and answer_start, as a list; None if one is missing."""
+    """Return the answer in answer_text and answer_start, as a list of one; None if one of these keys is missing."""
     text, start = record.get("answer_text"), record.get("answer_start")
     if text is None or start is None or (isinstance(start, str) and not start.strip()) or start != start:
         return None
@@ -352,7 +354,7 @@ def _transpose_answers(columns: Mapping[str, Any], location: str) -> list[dict[s
     return [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
 
 
-def _answer(item: Any, location: str) -> Answer:
+def _to_answer(item: Any, location: str) -> Answer:
     if not isinstance(item, dict):
         raise InputError(f'{location}: an answer is {_describe(item)}; expected {{"text", "answer_start"}}.')
     start = item.get("answer_start")

@@ -14,7 +14,7 @@ Key = str | int
 """A column's name, or its index from 0."""
 
 Converter = Callable[[list[Any], Callable[[int], str]], list[Any]]
-"""Converts records to rows; the second argument returns the location of the record with an index, for errors."""
+"""Converts records to rows; the second argument returns the location of the record with a given index, for errors."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -26,8 +26,8 @@ class TableFormat:
     format: Format = ""
     encoding: str = "utf-8"  # a byte-order mark is skipped
     delimiter: str = ""  # one character; "" means a comma, or a tab in .tsv
-    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; none in .tsv, without cells that start with a quote
-    header: bool = True  # the first row has the column names
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and no cell may start with a quote
+    header: bool = True  # whether the first row has the column names
     convert: Converter | None = None  # converts JSON records of annotation tools
 
 
@@ -38,9 +38,9 @@ class Table:
     columns: dict[Key, list[Any]]  # the requested columns; optional columns only if they exist
     source: str  # the file or data set, for messages
     numbers: Sequence[int]  # [N], line or row number of each row, from 1
-    separator: str  # text between source and number in messages, such as ":" before a line
+    separator: str  # text between source and number in messages, such as ":" before a line number
     classes: dict[Key, list[str]] = field(default_factory=dict)  # {column: class names}, if the data set defines them
-    others: Sequence[Mapping[str, Any]] = ()  # [N], {name: cell} of all other columns, if requested
+    other_cells: Sequence[Mapping[str, Any]] = ()  # [N], each row's cells in all other columns by name, if requested
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -48,11 +48,11 @@ class Table:
     def select(self, rows: Sequence[int]) -> Table:
         """Return a table of these rows only."""
         columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
-        others = [self.others[row] for row in rows] if self.others else ()
-        return replace(self, columns=columns, numbers=[self.numbers[row] for row in rows], others=others)
+        other_cells = [self.other_cells[row] for row in rows] if self.other_cells else ()
+        return replace(self, columns=columns, numbers=[self.numbers[row] for row in rows], other_cells=other_cells)
 
     def where(self, row: int) -> str:
-        """Return file and line (or row) of a row, for messages."""
+        """Return the file, and the line or row number of `row`, for messages."""
         return f"{self.source}{self.separator}{self.numbers[row]}"
 
 
@@ -63,8 +63,8 @@ class RequestedColumns:
     columns: Sequence[Key]
     optional: Collection[Key] = ()  # columns that may be missing
     aliases: Mapping[Key, str] = field(default_factory=dict)  # {column: another name that it may have}
-    with_others: bool = False  # also read all other columns
-    skip_if_repeated: Collection[Key] = ()  # columns that count as missing if a file has several with this name
+    read_all: bool = False  # also read all other columns
+    skip_if_repeated: Collection[Key] = ()  # columns that count as missing if several in the file have this name
 
     def resolve(self, names: Sequence[Any], source: str) -> dict[Key, str]:
         """Return {column: its name among `names`}, without missing optional ones."""

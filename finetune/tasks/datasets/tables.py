@@ -27,7 +27,7 @@ _FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
 }
 
-_BY_SUFFIX = TableFormat()  # the suffix determines the format
+_BY_SUFFIX = TableFormat()  # format determined by the suffix
 _ENCODING_ADVICE = ", or set `encoding`, such as latin-1"
 
 
@@ -39,7 +39,7 @@ def read_table(
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
     skip_if_repeated: Collection[Key] = (),
-    with_others: bool = False,
+    read_all: bool = False,
     on_skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """Read the named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
@@ -48,7 +48,7 @@ def read_table(
         optional: subset of `columns` that may be missing.
         aliases: {column: another name that it may have}.
         skip_if_repeated: subset of `optional` that counts as missing if repeated; other repeated columns are errors.
-        with_others: also read all other columns, as `Table.others`.
+        read_all: also read all other columns, as `Table.other_cells`.
         on_skipped: called with the location of each row with a wrong number of columns, which is then skipped; None
             makes such a row an error.
 
@@ -57,27 +57,25 @@ def read_table(
             column.
     """
     path = Path(path).expanduser()
-    kind = layout.format or _expect_format(path)
-    requested = RequestedColumns(columns, optional, aliases, with_others, skip_if_repeated)
-    if kind == "parquet":
+    file_format = layout.format or _expect_format(path)
+    requested = RequestedColumns(columns, optional, aliases, read_all, skip_if_repeated)
+    if file_format == "parquet":
         return read_parquet(path, requested)
     text = read_text(path, layout.encoding, _ENCODING_ADVICE)
     if not text.strip():
         raise InputError(f"{path}: empty file. At least one row is needed.")
-    if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, requested, layout.convert)
+    if file_format in ("jsonl", "json"):
+        return _read_json(path, text, file_format, requested, layout.convert)
     if layout.convert and layout.header and "annotation_id" in text.partition("\n")[0]:
-        table = read_delimited(path, text, kind, layout, replace(requested, with_others=True), on_skipped)
+        table = read_delimited(path, text, file_format, layout, replace(requested, read_all=True), on_skipped)
         return _merge_annotators(table, layout.convert)
-    return read_delimited(path, text, kind, layout, requested, on_skipped)
+    return read_delimited(path, text, file_format, layout, requested, on_skipped)
 
 
 def _merge_annotators(table: Table, convert: Converter) -> Table:
-    """Merge the rows of an example, one per annotator in Label Studio's CSV, into one with the label they agree on."""
-    rows = zip(*table.columns.values(), strict=True)
-    records = [
-        {**other, **dict(zip(table.columns, row, strict=True))} for other, row in zip(table.others, rows, strict=True)
-    ]
+    """Merge each example's rows in Label Studio's CSV, one per annotator, into one with the label they agree on."""
+    rows = [dict(zip(table.columns, row, strict=True)) for row in zip(*table.columns.values(), strict=True)]
+    records = [{**other_cells, **row} for other_cells, row in zip(table.other_cells, rows, strict=True)]
     merged = convert(records, table.where)
     return replace(table, columns={key: [row.get(key) for row in merged] for key in table.columns})
 
@@ -105,20 +103,22 @@ def _expect_format(path: Path) -> Format:
     return found
 
 
-def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
+def json_values(path: Path, text: str, file_format: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
     """Parse a .jsonl file, or a .json file that is a list; `InputError` for invalid JSON.
 
-    Returns (text between file and number in messages, iterator of (number, value) over the lines or items).
+    Returns (text between file and number in messages, iterator of (number, value) for each line or item).
     """
-    document = _parse_document(text) if kind == "json" else None
+    document = _parse_document(text) if file_format == "json" else None
     if isinstance(document, list):
         return ": record ", enumerate(document, 1)
     return ":", _line_records(path, text, document)
 
 
-def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, convert: Converter | None) -> Table:
-    separator, numbered = json_values(path, text, kind)
-    values = list(numbered)
+def _read_json(
+    path: Path, text: str, file_format: Format, requested: RequestedColumns, convert: Converter | None
+) -> Table:
+    separator, numbered_values = json_values(path, text, file_format)
+    values = list(numbered_values)
     numbers, records = [number for number, _ in values], [record for _, record in values]
     if convert:
         records = convert(records, lambda row: f"{path}{separator}{numbers[row]}")
@@ -127,10 +127,12 @@ def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns,
             keys = listing(requested.columns)
             raise InputError(f"{path}{separator}{number}: found {excerpt(record)}; expected an object with {keys}.")
     cells: dict[Key, list[Any]] = {}
-    used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
-    rest = ({key: value for key, value in record.items() if key not in used} for record in records)
-    others = json.loads(replace_surrogates(json.dumps([*rest], ensure_ascii=False))) if requested.with_others else []
-    table = Table(cells, str(path), numbers, separator, others=others)
+    other_cells: list[dict[str, Any]] = []
+    if requested.read_all:
+        found = {key for record in records for column in requested.columns if (key := requested.find(column, record))}
+        rest = [{key: value for key, value in record.items() if key not in found} for record in records]
+        other_cells = json.loads(replace_surrogates(json.dumps(rest, ensure_ascii=False)))
+    table = Table(cells, str(path), numbers, separator, other_cells=other_cells)
     for column in requested.columns:
         names = [requested.find(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

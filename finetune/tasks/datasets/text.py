@@ -11,11 +11,11 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from finetune.tasks.datasets.arrays import distinct, ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges, unique_strings
 from pretrain.common.errors import InputError
 
-_CHUNK = 4096  # strings per tokenizer call; limits memory, as encodings take 100 times the memory of their ids
-_WORDS_PER_LINE = 64  # distinct words per encoded string; one string per word would be slow
+_CHUNK = 4096  # strings per tokenizer call, to limit memory: encodings take 100 times the memory of their ids
+_WORDS_PER_LINE = 64  # distinct words per string to encode; one word per string would be slow
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,16 @@ class TextEncoder:
         # Encode a pair to find the special tokens before, between and after its halves, for any family.
         pair = tokenizer.encode("a", "a")
         ids = np.array(pair.ids, np.int32)
-        first, second = ([n for n, text in enumerate(pair.sequence_ids) if text == which] for which in (0, 1))
+        first, second = ([n for n, half in enumerate(pair.sequence_ids) if half == index] for index in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
                 "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
                 "to this model. Add the model's own tokenizer files to the folder."
             )
-        self.prefix, self.between, self.suffix = (
-            ids[: first[0]],
-            ids[first[-1] + 1 : second[0]],
-            ids[second[-1] + 1 :],
-        )
+        self.prefix, self.between, self.suffix = ids[: first[0]], ids[first[-1] + 1 : second[0]], ids[second[-1] + 1 :]
         # Byte-level BPE: a word has different tokens at the start of a string and within it.
-        first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
-        self._words_need_space = first + second != both
+        ids_a, ids_b, ids_a_b = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
+        self._words_need_space = ids_a + ids_b != ids_a_b
         self.splits_at_spaces = _splits_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
@@ -68,8 +64,8 @@ class TextEncoder:
         """Tokenize strings in the tokenizer's threads; repeated strings are tokenized once."""
         if self.splits_at_spaces:
             return self._encode_words_once(texts)
-        unique, indices = distinct(texts)
-        return _gather(self.encode_whole(unique), indices)
+        distinct_texts, indices = unique_strings(texts)
+        return _gather(self.encode_whole(distinct_texts), indices)
 
     def encode_words(self, words: Sequence[str]) -> TokenizedTexts:
         """Tokenize pre-split words, each as a separate string.
@@ -82,7 +78,7 @@ class TextEncoder:
         return replace(encoded, offsets=np.maximum(encoded.offsets - 1, 0))
 
     def _encode_words_once(self, texts: Sequence[str]) -> TokenizedTexts:
-        """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
+        """Tokenize each distinct string between spaces once, then gather its tokens for each of the W occurrences."""
         first_word_N = np.concatenate([[0], np.cumsum([text.count(" ") + 1 for text in texts], dtype=np.int64)])
         vocabulary: dict[str, int] = {}
         indices = (vocabulary.setdefault(word, len(vocabulary)) for text in texts for word in text.split(" "))
@@ -91,7 +87,7 @@ class TextEncoder:
         offset_W = np.concatenate([[0], np.cumsum(lengths[word_W] + 1)])  # 1 for the space after each word
         offset_W = offset_W[:-1] - np.repeat(offset_W[first_word_N[:-1]], np.diff(first_word_N))
         count_W = np.diff(encoded.starts)[word_W]
-        tokens = ragged(encoded.starts[word_W], count_W)
+        tokens = concatenate_ranges(encoded.starts[word_W], count_W)
         return TokenizedTexts(
             ids=encoded.ids[tokens],
             starts=np.concatenate([[0], np.cumsum(count_W)])[first_word_N],
@@ -99,7 +95,7 @@ class TextEncoder:
         )
 
     def _encode_distinct(self, words: list[str]) -> tuple[TokenizedTexts, np.ndarray]:
-        """Return (tokens of each word, its length in characters, int64 [words]); encodes many words as one string."""
+        """Return (tokens of each word, its number of characters, int64); many words are encoded as one string."""
         lines = [" ".join(words[n : n + _WORDS_PER_LINE]) for n in range(0, len(words), _WORDS_PER_LINE)]
         encoded = self.encode_whole(lines)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
@@ -108,12 +104,12 @@ class TextEncoder:
         line_T = np.repeat(np.arange(len(lines)), np.diff(encoded.starts))
         offset_T = encoded.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
         word_T = np.searchsorted(ends, offset_T, side="right")
-        in_line = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)
+        word_offset_T = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)  # in its line
         starts = np.searchsorted(word_T, np.arange(len(words) + 1))
-        return TokenizedTexts(encoded.ids, starts, encoded.offsets - in_line[:, None]), lengths
+        return TokenizedTexts(encoded.ids, starts, encoded.offsets - word_offset_T[:, None]), lengths
 
     def encode_whole(self, texts: list[str]) -> TokenizedTexts:
-        """Tokenize whole strings, without special tokens, with offsets."""
+        """Tokenize each string as a whole, without special tokens, with offsets."""
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
             for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
@@ -128,7 +124,7 @@ class FramedWindows:
     """F windows of text with special tokens, concatenated to T tokens."""
 
     ids: np.ndarray  # int32 [T]
-    types: np.ndarray  # uint8 [T], token types: 1 from the second text on
+    types: np.ndarray  # uint8 [T], token types: 1 from the start of the second text on
     starts: np.ndarray  # int64 [F + 1], index of each window's first token, and finally T
     first: np.ndarray  # int64 [F], index of the first text's first token
     second: np.ndarray  # int64 [F], index of the second text's first token; of the suffix if there is none
@@ -145,15 +141,15 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     if second is not None:
         parts += [_repeat(encoder.between, count), second]
     parts.append(_repeat(encoder.suffix, count))
-    lengths_PF = np.stack([length for _, _, length in parts])
+    lengths_PF = np.stack([length for _, _, length in parts])  # P parts per window
     starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
     begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
     ids = np.empty(starts[-1], np.int32)
     for (source, start, length), target in zip(parts, begins_PF, strict=True):
-        ids[ragged(target, length)] = source[ragged(start, length)]
+        ids[concatenate_ranges(target, length)] = source[concatenate_ranges(start, length)]
     types = np.zeros(len(ids), np.uint8)
     if second is not None and encoder.segments:
-        types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
+        types[concatenate_ranges(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
     return FramedWindows(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
 
 
@@ -180,7 +176,7 @@ def _repeat(ids: np.ndarray, count: int) -> Slices:
 
 
 def _gather(texts: TokenizedTexts, indices: np.ndarray) -> TokenizedTexts:
-    """Return the strings with these indices, in this order, with repetitions."""
+    """Return the tokens of the strings with these `indices`, which may repeat, in this order."""
     lengths = np.diff(texts.starts)[indices]
-    tokens = ragged(texts.starts[indices], lengths)
+    tokens = concatenate_ranges(texts.starts[indices], lengths)
     return TokenizedTexts(texts.ids[tokens], np.concatenate([[0], np.cumsum(lengths)]), texts.offsets[tokens])

@@ -1,4 +1,4 @@
-"""Cut long documents, and pairs of documents, into overlapping windows that cover every token."""
+"""Cut documents, and pairs of documents, into overlapping windows that cover every token."""
 
 import numpy as np
 
@@ -32,26 +32,26 @@ def cut_pairs(
         (index of pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.
     """
     shorter, longer = np.minimum(first, second), np.maximum(first, second)
-    # Rows: index of pair, start and length in the shorter document, start and length in the longer one.
+    # Rows: index of pair; start and length in the shorter document; start and length in the longer one.
     windows = np.concatenate(
         [
-            _with_whole(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
-            _side_by_side(shorter, longer, np.flatnonzero(shorter > capacity // 2), capacity, overlap),
+            _slide_one(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
+            _slide_both(shorter, longer, np.flatnonzero(shorter > capacity // 2), capacity, overlap),
         ],
         axis=1,
     )
-    pair, *sides = windows[:, np.argsort(windows[0], kind="stable")]
+    pair, *spans = windows[:, np.argsort(windows[0], kind="stable")]
     swapped = (first > second)[pair]
     return (
         pair,
-        np.where(swapped, sides[2], sides[0]),
-        np.where(swapped, sides[3], sides[1]),
-        np.where(swapped, sides[0], sides[2]),
-        np.where(swapped, sides[1], sides[3]),
+        np.where(swapped, spans[2], spans[0]),
+        np.where(swapped, spans[3], spans[1]),
+        np.where(swapped, spans[0], spans[2]),
+        np.where(swapped, spans[1], spans[3]),
     )
 
 
-def spread(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
+def select_evenly(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` windows of each of `count` examples, evenly spaced from first to last.
 
     `examples`, int64 [F] and ascending, has the index of each window's example; each example has at least one window.
@@ -60,28 +60,28 @@ def spread(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
     kept = np.minimum(counts, limit)
     example, index = _index_in_groups(kept)
     steps = np.maximum(kept - 1, 1)[example]
-    index = (2 * index * (counts[example] - 1) + steps) // (2 * steps)  # rounded
+    index = (2 * index * (counts[example] - 1) + steps) // (2 * steps)  # the quotient is rounded
     return (np.cumsum(counts) - counts)[example] + index
 
 
-def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
+def _slide_one(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
     """Return rows as in `cut_pairs`, int64 [5, F]: each window contains the whole shorter document."""
     pair, start, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
     return np.stack([pairs[pair], np.zeros_like(start), shorter[pairs][pair], start, length])
 
 
-def _side_by_side(
-    shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int
-) -> np.ndarray:
+def _slide_both(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
     """Return rows as in `cut_pairs`, int64 [5, F]: each document slides through one half of the window."""
     half = capacity // 2
     short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], capacity - half, overlap // 2)
-    shorts, longs = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
-    counts = np.maximum(shorts, longs)
+    short_counts, long_counts = (np.bincount(document, minlength=len(pairs)) for document in (short[0], long[0]))
+    counts = np.maximum(short_counts, long_counts)
     pair, index = _index_in_groups(counts)
-    in_short = (np.cumsum(shorts) - shorts)[pair] + index * shorts[pair] // counts[pair]
-    in_long = (np.cumsum(longs) - longs)[pair] + index * longs[pair] // counts[pair]
-    return np.stack([pairs[pair], short[1][in_short], short[2][in_short], long[1][in_long], long[2][in_long]])
+    short_index = (np.cumsum(short_counts) - short_counts)[pair] + index * short_counts[pair] // counts[pair]
+    long_index = (np.cumsum(long_counts) - long_counts)[pair] + index * long_counts[pair] // counts[pair]
+    return np.stack(
+        [pairs[pair], short[1][short_index], short[2][short_index], long[1][long_index], long[2][long_index]]
+    )
 
 
 def _index_in_groups(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,8 +5,9 @@ The model tags the first token of each word, so plain text must be segmented lik
 
 The segmenter is a unigram model of words. A word is one or more of the pieces into which `cut_words` splits text. Each
 piece has a class (word, number, initial, ideograph, or letter of another script without spaces) or is a symbol. A
-word's probability is a product over trigrams of these. Words of several pieces that occur more than once ("Mr.", "'s")
-are also counted whole. Text is split at white space, and each chunk into the most probable words (Viterbi).
+word's probability is a product over trigrams of classes and symbols. Words of several pieces that occur more than once
+("Mr.", "'s") are also counted whole. Text is split at white space, and each chunk into its most probable words by
+Viterbi.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common import scripts
 
-_MAX_ENTRIES = 5000  # maximum entries of each table of counts, which keeps the most frequent ones, and of the cache
+_MAX_ENTRIES = 5000  # maximum entries of the cache, and of each table of counts (the most frequent ones)
 _MAX_PIECES = 48  # maximum pieces of a word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
@@ -54,13 +55,13 @@ class WordCuts:
         for (first_class, second_class, _), count in trigrams.items():
             contexts[first_class, second_class] += count
         words_in_trigrams = contexts[_START, _START]
-        log_scale = math.log(words_in_trigrams / total) if words_in_trigrams else 0.0
+        log_share = math.log(words_in_trigrams / total) if words_in_trigrams else 0.0
         self._log_trigrams = {
-            key: math.log(count / contexts[key[:2]]) + (log_scale if key[1] == _START else 0.0)
+            key: math.log(count / contexts[key[:2]]) + (log_share if key[1] == _START else 0.0)
             for key, count in trigrams.items()
         }
         self._log_compounds = {word: math.log(count / total) for word, count in compounds.items()}
-        self._longest_compound = max((len(_pieces(word)) for word in compounds), default=0)
+        self._longest_compound = max((len(_pieces(word)) for word in compounds), default=0)  # in pieces
         self._log_unseen = math.log(_UNSEEN_COUNT / max(total, 1))
         self._cache: dict[str, tuple[int, ...]] = {}
 
@@ -83,7 +84,7 @@ class WordCuts:
                 continue  # such words only count as a whole, in `compounds`
             weight = count if len(pieces) == 1 else 1
             padded = [_START, _START, *classes, _END]
-            trigrams.update({key: weight * times for key, times in Counter(_trigrams(padded)).items()})
+            trigrams.update({key: weight * occurrences for key, occurrences in Counter(_trigrams(padded)).items()})
         return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(compounds.most_common(_MAX_ENTRIES)))
 
     @classmethod
@@ -107,13 +108,13 @@ class WordCuts:
             return pieces
         chunk_starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
         piece_counts = np.diff(np.append(chunk_starts, len(pieces)))
-        words = [pieces[chunk_starts[piece_counts == 1]]]  # a chunk of one piece is a word
-        several = piece_counts > 1
-        for first, count in zip(chunk_starts[several].tolist(), piece_counts[several].tolist(), strict=True):
+        word_spans = [pieces[chunk_starts[piece_counts == 1]]]  # a chunk of one piece is a word
+        is_longer = piece_counts > 1
+        for first, count in zip(chunk_starts[is_longer].tolist(), piece_counts[is_longer].tolist(), strict=True):
             start, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
             bounds = start + np.array((0, *self._word_ends(text[start:end])), np.int64)
-            words.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
-        spans = np.concatenate(words)
+            word_spans.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
+        spans = np.concatenate(word_spans)
         return spans[np.argsort(spans[:, 0])]
 
     def _word_ends(self, chunk: str) -> tuple[int, ...]:
@@ -131,15 +132,16 @@ class WordCuts:
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
-        log_best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)  # for the text up to each piece
+        # [n]: log probability of the best segmentation of the first n pieces, and the first piece of its last word.
+        log_best, last_word = [0.0, *[-math.inf] * count], [0] * (count + 1)
         for first in range(count):
             for end, log_probability in self._candidates(chunk, bounds, pieces, classes, first):
                 if log_best[first] + log_probability > log_best[end]:
-                    log_best[end], previous[end] = log_best[first] + log_probability, first
+                    log_best[end], last_word[end] = log_best[first] + log_probability, first
         ends = []
         while count:
             ends.append(bounds[count])
-            count = previous[count]
+            count = last_word[count]
         return tuple(reversed(ends))
 
     def _candidates(
@@ -166,7 +168,7 @@ class WordCuts:
                 return
 
     def _possible_bounds(self, chunk: str) -> list[int]:
-        """Return 0 and where words may end: after each piece, and before "n't" if the training set splits there."""
+        """Return 0 and the indices where words may end: after each piece, and before "n't" if it is a training word."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NT in self._compounds:
             bounds |= {match.start() for match in _NT_AT_WORD_END.finditer(chunk)}
@@ -178,6 +180,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _class_of(piece: str) -> str:
+    """Return the class of a piece; a symbol is returned unchanged."""
     if scripts.STARTS_UNIT.match(piece):
         kind = scripts.kind_of(piece[0])
         kana = _KATAKANA if "\u30a0" <= piece[0] <= "\u30ff" else _HIRAGANA

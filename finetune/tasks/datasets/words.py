@@ -6,7 +6,7 @@ import numpy as np
 
 from pretrain.common import scripts
 
-_SPACE, _WORD_PART, _SINGLE, _MARK = range(4)  # kinds of characters; a single one is a word by itself
+_SPACE, _WORD_PART, _SINGLE, _MARK = range(4)  # kinds of characters; a _SINGLE is a word by itself
 
 
 def cut_words(text: str) -> np.ndarray:
@@ -19,19 +19,19 @@ def cut_words(text: str) -> np.ndarray:
     """
     if not text:
         return np.zeros((0, 2), np.int64)
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    distinct, inverse = np.unique(points, return_inverse=True)
-    kinds = np.array([_kind(chr(point)) for point in distinct.tolist()], np.uint8)[inverse]
+    code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    distinct, inverse = np.unique(code_points, return_inverse=True)
+    kinds = np.array([_kind(chr(code_point)) for code_point in distinct.tolist()], np.uint8)[inverse]
     # A mark has the kind of its base character; a mark without one is treated as part of a word.
     bases = np.maximum.accumulate(np.where(kinds == _MARK, -1, np.arange(len(kinds))))
     base_kinds = np.where(bases < 0, _WORD_PART, kinds[bases])
     has_no_base = (kinds == _MARK) & (base_kinds == _SPACE)
-    final = np.where(has_no_base, _WORD_PART, base_kinds)
-    previous = np.concatenate([[_SPACE], final[:-1]])
-    splits = (kinds != _MARK) & ((final == _SINGLE) | (previous == _SINGLE))
-    is_start = (final != _SPACE) & ((previous == _SPACE) | splits)
+    final_kinds = np.where(has_no_base, _WORD_PART, base_kinds)
+    previous = np.concatenate([[_SPACE], final_kinds[:-1]])
+    splits = (kinds != _MARK) & ((final_kinds == _SINGLE) | (previous == _SINGLE))
+    is_start = (final_kinds != _SPACE) & ((previous == _SPACE) | splits)
     starts = np.flatnonzero(is_start)
-    stops = np.append(np.flatnonzero(is_start | (final == _SPACE)), len(text))
+    stops = np.append(np.flatnonzero(is_start | (final_kinds == _SPACE)), len(text))
     return np.stack([starts, stops[np.searchsorted(stops, starts, "right")]], axis=1)
 
 

@@ -14,7 +14,7 @@ from pretrain.common.errors import InputError
 
 Predictions = Sequence[Mapping[str, Any]]
 
-_BEGIN, _INSIDE = slice(1, None, 2), slice(2, None, 2)  # indices of the labels B-... and I-...
+_BEGINS, _INSIDES = slice(1, None, 2), slice(2, None, 2)  # indices of the labels B-... and I-...
 PENALTIES = tuple(quarters / 4 for quarters in range(-4, 17))  # penalties of O to try on the dev set, in nats
 
 
@@ -44,11 +44,11 @@ class Decoder:
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
         """Return the element of `PENALTIES` with the best `metric` on these labeled examples; ties: nearest to 0.
 
-        If entities are rare, the threshold with the best F1 is below a probability of one half (Lipton et al. 2014,
-        arXiv:1402.1892).
+        A penalty of O lowers the probability from which an entity is predicted. If entities are rare, F1 is best with
+        less than one half (Lipton et al. 2014, arXiv:1402.1892).
         """
         starts = _word_starts(examples)
-        gold = _gold(self.types, examples)
+        gold = _gold_tags(self.types, examples)
         log_probabilities = self._log_probabilities(windows, logits, starts)
 
         def score_with(penalty: float) -> float:
@@ -58,12 +58,12 @@ class Decoder:
         return max(sorted(PENALTIES, key=abs), key=score_with)
 
     def _log_probabilities(self, windows: Windows, logits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return float64 [W, C] for all words. A word without a token cannot start an entity, but may continue one."""
+        """Return log probabilities, float64 [W, C]. Words without a token can continue an entity but not start one."""
         example = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
         result = np.zeros((starts[-1], len(self.types) * 2 + 1))
-        result[:, _BEGIN] = -np.inf
+        result[:, _BEGINS] = -np.inf
         result[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return result
 
@@ -90,24 +90,24 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
     first, lengths = starts[:-1][order], lengths[order]
     num_active = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
     outputs = log_probabilities.shape[1]
-    pointers = np.zeros(log_probabilities.shape, np.int64)  # [word, its label]: best label of the previous word
-    total = np.full((len(lengths), outputs), -np.inf)
+    pointers = np.zeros(log_probabilities.shape, np.int64)  # [word, label]: best label of the previous word
+    log_best = np.full((len(lengths), outputs), -np.inf)  # [sentence, label]: best sequence up to this label
     for position, active in enumerate(num_active):
         words = first[:active] + position
         if position == 0:
             best_before = np.zeros((active, outputs))
-            best_before[:, _INSIDE] = -np.inf
+            best_before[:, _INSIDES] = -np.inf
         else:
-            previous = total[:active]
+            previous = log_best[:active]
             best = previous.argmax(-1)
             pointers[words] = best[:, None]
             best_before = np.repeat(previous.max(-1)[:, None], outputs, axis=1)
-            continues = previous[:, _INSIDE] > previous[:, _BEGIN]
-            best_before[:, _INSIDE] = np.where(continues, previous[:, _INSIDE], previous[:, _BEGIN])
-            pointers[words, _INSIDE] = np.arange(1, outputs, 2) + continues
-        total[:active] = best_before + log_probabilities[words]
+            continues = previous[:, _INSIDES] > previous[:, _BEGINS]
+            best_before[:, _INSIDES] = np.where(continues, previous[:, _INSIDES], previous[:, _BEGINS])
+            pointers[words, _INSIDES] = np.arange(1, outputs, 2) + continues
+        log_best[:active] = best_before + log_probabilities[words]
     tags = np.zeros(len(log_probabilities), np.int64)
-    last = total.argmax(-1)
+    last = log_best.argmax(-1)
     for position in reversed(range(len(num_active))):
         active = num_active[position]
         words = first[:active] + position
@@ -130,8 +130,8 @@ def _make_predictions(
     ]
     spans = metrics.find_entities(_tagged_sentences(types, tags, starts))
     probability = np.exp(log_probabilities[np.arange(len(tags)), tags])
-    total = np.concatenate([[0.0], np.cumsum(probability)])
-    scores = (total[spans.end] - total[spans.first]) / (spans.end - spans.first)
+    summed = np.concatenate([[0.0], np.cumsum(probability)])
+    scores = (summed[spans.end] - summed[spans.first]) / (spans.end - spans.first)
     sentence = np.searchsorted(starts, spans.first, "right") - 1
     for index, group in _equal_runs(sentence):
         text, offsets = examples[index].text_and_offsets()
@@ -167,12 +167,8 @@ def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: P
     """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
     gold, predicted = gold_and_predicted(types, examples, predictions)
     counts = metrics.count(gold, predicted)
-    return {
-        "types": counts.by_type,
-        "sentences": len(examples),
-        "words": len(gold),
-        "entities": int(counts.gold.sum()),
-    }
+    total = int(counts.gold.sum())
+    return {"types": counts.by_type, "sentences": len(examples), "words": len(gold), "entities": total}
 
 
 def _word_starts(examples: Sequence[Sentence]) -> np.ndarray:
@@ -186,7 +182,7 @@ def _tagged_sentences(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarr
     return metrics.TaggedSentences(prefixes, (tags - 1) // 2, starts, types)
 
 
-def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.TaggedSentences:
+def _gold_tags(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.TaggedSentences:
     for sentence in examples:
         if sentence.tags is None:
             raise InputError(f"{sentence.where()}: no labels, so predictions cannot be scored. Add its tags.")
@@ -196,8 +192,8 @@ def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.Tagge
 def gold_and_predicted(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
 ) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
-    """Return (gold tags, predicted tags), encoded with the same type indices."""
-    gold = _gold(types, examples)
+    """Return (gold tags, predicted tags), with the same indices of types."""
+    gold = _gold_tags(types, examples)
     return gold, metrics.encode_tags([prediction["tags"] for prediction in predictions], gold.names)
 
 

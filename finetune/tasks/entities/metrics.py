@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
@@ -85,9 +85,9 @@ def find_entities(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpan
     prefixes = tags.prefixes
     previous, same_type = _previous_tags(tags)
     if rule == "conlleval":
-        inside = prefixes != OUTSIDE
-        continues = inside & same_type & _is_any(prefixes, INSIDE, END) & _is_any(previous, BEGIN, INSIDE)
-        is_start = inside & ~continues
+        in_entity = prefixes != OUTSIDE
+        continues = in_entity & same_type & _is_any(prefixes, INSIDE, END) & _is_any(previous, BEGIN, INSIDE)
+        is_start = in_entity & ~continues
     else:
         is_start = prefixes == BEGIN
         continues = same_type & (prefixes == INSIDE)
@@ -101,7 +101,7 @@ def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np
     """Return the prefixes of `spans` in `scheme`, uint8 [W], for sentences that start at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
-    prefixes[ragged(spans.first, lengths)] = INSIDE
+    prefixes[concatenate_ranges(spans.first, lengths)] = INSIDE
     if scheme == "iob2":
         prefixes[spans.first] = BEGIN
     elif scheme == "bioes":
@@ -115,7 +115,7 @@ def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np
 
 
 def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
-    """Return the indices of words whose prefix differs from the one that `scheme` requires for conlleval's entities."""
+    """Return the indices of words whose prefix differs from what `scheme` requires for the entities of conlleval."""
     return np.flatnonzero(write_prefixes(find_entities(tags), tags.starts, scheme) != tags.prefixes)
 
 
@@ -136,12 +136,12 @@ def has_ends(tags: TaggedSentences) -> bool:
 
 @dataclass(frozen=True)
 class EntityCounts:
-    """True, predicted and correctly predicted entities of each of K types."""
+    """Counts for precision, recall and F1 of K types."""
 
     names: tuple[str, ...]  # names of the types
-    gold: np.ndarray  # int64 [K]
-    predicted: np.ndarray  # int64 [K]
-    correct: np.ndarray  # int64 [K], equal in start, end and type
+    gold: np.ndarray  # int64 [K], number of true entities of each type
+    predicted: np.ndarray  # int64 [K], number of predicted entities
+    correct: np.ndarray  # int64 [K], number of predicted entities with the start, end and type of a true one
 
     @property
     def overall(self) -> dict[str, float]:
@@ -167,36 +167,37 @@ class EntityCounts:
 
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
-    """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
+    """Count gold and predicted entities, decoded by `rule`; `predicted.names` must start with `gold.names`."""
     true, guesses, is_correct = _match(gold, predicted, rule)
-    size = len(predicted.names)
+    num_types = len(predicted.names)
     return EntityCounts(
         predicted.names,
-        gold=np.bincount(true.types, minlength=size),
-        predicted=np.bincount(guesses.types, minlength=size),
-        correct=np.bincount(guesses.types[is_correct], minlength=size),
+        gold=np.bincount(true.types, minlength=num_types),
+        predicted=np.bincount(guesses.types, minlength=num_types),
+        correct=np.bincount(guesses.types[is_correct], minlength=num_types),
     )
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
-    """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
+    """Return the 95 % bootstrap interval of f1 over all entities, from resampled sentences."""
     true, guesses, is_correct = _match(gold, predicted, "conlleval")
-    sentences = len(gold.starts) - 1
+    num_sentences = len(gold.starts) - 1
     # A word is in the last sentence that starts at or before it; empty sentences have no words.
     first_words = (true.first, guesses.first, guesses.first[is_correct])
-    sentence_indices = (np.searchsorted(gold.starts, first, "right") - 1 for first in first_words)
-    total, predictions, correct = (np.bincount(index, minlength=sentences) for index in sentence_indices)
+    indices = (np.searchsorted(gold.starts, first, "right") - 1 for first in first_words)
+    true_counts, predicted_counts, correct_counts = (np.bincount(index, minlength=num_sentences) for index in indices)
 
     def f1(rows: np.ndarray) -> float:
-        return precision_recall_f1(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
+        sums = (int(counts[rows].sum()) for counts in (correct_counts, predicted_counts, true_counts))
+        return precision_recall_f1(*sums)["f1"]
 
-    return bootstrap(f1, sentences)
+    return bootstrap(f1, num_sentences)
 
 
 def _match(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
-    """Return (true entities, predicted ones, whether each predicted one is correct)."""
+    """Return (true entities, predicted entities, whether each predicted entity is correct, bool)."""
     true, guesses = find_entities(gold, rule), find_entities(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
     end[true.first], types[true.first] = true.end, true.types
@@ -219,7 +220,7 @@ def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, fl
 
 
 def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """Return (prefix of the previous word, O at the start of a sentence; whether it has the same type), [W] each."""
+    """Return, for each word, (prefix of the previous word, O if none; whether its type is the same), [W] each."""
     previous, same_type = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same_type[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     first_words = tags.starts[:-1][tags.starts[:-1] < len(tags)]

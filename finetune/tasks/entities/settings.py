@@ -10,7 +10,7 @@ from finetune.tasks.custom_metric import metric_error
 from finetune.tasks.datasets.files import is_encoding
 from pretrain.common.sections import LocalPath, Section
 
-_FORM = (
+_FILE_FORMATS = (
     ".jsonl, .json and .parquet have records (tokens and tags, or text and entities); .csv has one word per row; any "
     "other file has CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
@@ -19,7 +19,7 @@ _FORM = (
 class EntitiesSettings(Section):
     """Named entity recognition, from CoNLL columns, JSON or tables."""
 
-    train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
+    train: LocalPath = Field(default="", description=f"Training file. {_FILE_FORMATS}")
     dev: LocalPath = Field(default="", description="Labeled file used to select the best checkpoint; empty for none.")
     test: LocalPath = Field(
         default="", description="File to predict after training, and to score if labeled; empty for none."

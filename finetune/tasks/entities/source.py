@@ -22,7 +22,7 @@ from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
 
-_BILOU = str.maketrans("LU", "ES")
+_BILOU_TO_BIOES = str.maketrans("LU", "ES")
 
 FileUse = Literal["train", "dev", "other"]
 """What a file is used for. Types unknown to the model are errors in train and dev, and only remarks in others."""
@@ -32,7 +32,7 @@ class SentenceSource:
     """Reads the sentences of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
-        state: what `state()` of a trained model returned.
+        state: what `state()` of the trained model returned; None before training.
 
     Attributes:
         types: entity types in the order of the labels; () until they are known.
@@ -57,7 +57,7 @@ class SentenceSource:
         return self._cuts or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return {"types": in the order of the labels, "scheme": scheme of files, "word_cuts": `WordCuts.state`}."""
+        """Return {"types" in the order of the labels, "scheme" of the files, "word_cuts": `WordCuts.state()`}."""
         cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
@@ -81,9 +81,9 @@ class SentenceSource:
         share = self._settings.dev_share
         types = [{metrics.parse_tag(tag)[1] for tag in sentence.tags or () if tag != "O"} for sentence in sentences]
         texts = ["\0".join(sentence.words) for sentence in sentences]
-        flags = splits.held_out(texts, types, round(share * len(set(texts))))
-        selected = [sentence for sentence, flag in zip(sentences, flags, strict=True) if flag == held_out]
-        if not selected:  # a sentence of each type stays in the training set
+        is_held_out = splits.held_out(texts, types, round(share * len(set(texts))))
+        selected = [sentence for sentence, flag in zip(sentences, is_held_out, strict=True) if flag == held_out]
+        if not selected:  # possible because a sentence of each type stays in the training set
             sentence_count = counted(len(sentences), "sentence")
             raise InputError(
                 f"{self._settings.train}: dev_share {share} of {sentence_count} leaves the dev set empty. Raise it."
@@ -114,8 +114,8 @@ class SentenceSource:
         tagged = [sentence for sentence in sentences if sentence.tags is not None]
         lines = []
         if labeled and len(tagged) < len(sentences):
-            missing = (sentence.missing_reason for sentence in sentences if sentence.tags is None)
-            lines.append(left_out_line(path, len(sentences), missing))
+            reasons = (sentence.missing_reason for sentence in sentences if sentence.tags is None)
+            lines.append(left_out_line(path, len(sentences), reasons))
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
@@ -135,15 +135,16 @@ class SentenceSource:
         self._check_types(sentences, tags, remarks if use == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write_prefixes(metrics.find_entities(tags), tags.starts, "iob2")
-        names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
-        converted = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
+        tag_names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
+        converted = tag_names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
-        return [replace(old, tags=converted[first:end]) for old, (first, end) in zip(sentences, bounds, strict=True)]
+        pairs = zip(sentences, bounds, strict=True)
+        return [replace(sentence, tags=converted[first:end]) for sentence, (first, end) in pairs]
 
     def _find_scheme(
         self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool
     ) -> metrics.Scheme:
-        """Return the tagging scheme of a file; detect it if it is not set or differs."""
+        """Return the tagging scheme of a file; detect it if it is not known or if the file differs."""
         scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval finds the same entities in both.
         differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
@@ -181,31 +182,31 @@ class SentenceSource:
 
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """Return the tags of all sentences; BILOU's L and U become E and S."""
-    distinct = {tag for sentence in sentences for tag in cast(Sequence[str], sentence.tags)}
-    iobes = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
-    _check_tags(sentences, distinct)
-    return metrics.encode_tags([[iobes[tag] for tag in cast(Sequence[str], sentence.tags)] for sentence in sentences])
+    distinct_tags = {tag for sentence in sentences for tag in cast(Sequence[str], sentence.tags)}
+    bioes = {tag: tag[:1].upper().translate(_BILOU_TO_BIOES) + tag[1:] for tag in distinct_tags}
+    _check_tags(sentences, distinct_tags)
+    return metrics.encode_tags([[bioes[tag] for tag in cast(Sequence[str], sentence.tags)] for sentence in sentences])
 
 
-def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
-    wrong = {tag for tag in distinct if not _is_tag(tag)}
-    if not wrong:
+def _check_tags(sentences: list[Sentence], distinct_tags: set[str]) -> None:
+    invalid = {tag for tag in distinct_tags if not _is_tag(tag)}
+    if not invalid:
         return
     for sentence in sentences:
-        for number, tag in enumerate(cast(Sequence[str], sentence.tags)):
-            if tag in wrong:
-                check_surrogates(tag, "the tag", sentence.where(number))
-                by_line = sentence.one_word_per_line
-                advice = "Check label_column; each line has one word and its tag." if by_line else "Correct it."
+        for word, tag in enumerate(cast(Sequence[str], sentence.tags)):
+            if tag in invalid:
+                check_surrogates(tag, "the tag", sentence.where(word))
+                is_column = sentence.one_word_per_line
+                advice = "Check label_column; each line has one word and its tag." if is_column else "Correct it."
                 raise InputError(
-                    f"{sentence.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as "
+                    f"{sentence.where(word)}: {tag!r} is not a tag; expected O, or a prefix and a type such as "
                     f"B-PER. {advice}"
                 )
 
 
 def _is_tag(tag: str) -> bool:
-    typed = tag[1:2] == "-" and tag[2:] != "" and tag == replace_surrogates(tag)
-    return tag in ("O", "o") or (tag[:1].upper() in set("BIESLU") and (tag[1:] == "" or typed))
+    has_type = tag[1:2] == "-" and tag[2:] != "" and tag == replace_surrogates(tag)
+    return tag in ("O", "o") or (tag[:1].upper() in set("BIESLU") and (tag[1:] == "" or has_type))
 
 
 def _check_scheme(
@@ -221,7 +222,7 @@ def _check_scheme(
 
 
 def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
-    """Add remarks about documents that are interrupted by others."""
+    """Add a remark for each document whose sentences are not adjacent."""
     seen: set[str] = set()
     for sentence in sentences:
         if sentence.index == 0 and (name := sentence.document_name) is not None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.custom_metric import custom_score, metric_name
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.sentence_records import to_sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, group_documents
 from finetune.tasks.datasets.text import TextEncoder, TokenizedTexts, frame
@@ -70,7 +70,7 @@ class Entities(Task[Sentence]):
         return self._source.remarks
 
     def state(self) -> dict[str, Any]:
-        """Return {"types": in the order of the labels, "scheme": scheme of the files, "word_cuts": `WordCuts.state`}.
+        """Return {"types" in the order of the labels, "scheme" of the files, "word_cuts": `WordCuts.state()`}.
 
         With `tune_outside`, also "outside_penalty", in nats.
         """
@@ -115,18 +115,18 @@ class Entities(Task[Sentence]):
         return to_sentence(record, where, Remarks(), self._source.cut)
 
     def with_context(self, examples: Sequence[Sentence], *, ended: bool) -> tuple[list[Sentence], list[Sentence]]:
-        ready = len(examples)
+        num_ready = len(examples)
         waits = not ended and self.settings.document_context and bool(examples)
         if waits and (name := examples[-1].document_name) is not None:
-            while ready and examples[ready - 1].document_name == name:
-                ready -= 1
-        return group_documents(examples[:ready]), list(examples[ready:])
+            while num_ready and examples[num_ready - 1].document_name == name:
+                num_ready -= 1
+        return group_documents(examples[:num_ready]), list(examples[num_ready:])
 
     def is_labeled(self, examples: Sequence[Sentence]) -> bool:
         return any(example.tags is not None for example in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
-        """Return {"id", "text", "gold": tags}, without missing ones."""
+        """Return {"id", "text", "gold": tags}, without missing entries."""
         record = {"id": example.id, "text": example.text_and_offsets()[0]}
         gold = {} if example.tags is None else {"gold": list(example.tags)}
         return {key: value for key, value in record.items() if value is not None} | gold
@@ -191,16 +191,16 @@ class Entities(Task[Sentence]):
         example, start, length = example[kept], start[kept], length[kept]
         framed = frame(encoder, (sentences.tokens.ids, start, length))
         queries = framed.first[window] + sentences.tokens.starts[word] - start[window]
-        index = word - sentences.first[example[window]]
+        word_in_sentence = word - sentences.first[example[window]]
         return Windows(
             ids=framed.ids,
             types=framed.types,
             starts=framed.starts,
             examples=np.arange(len(example)) if training else example,
             queries=queries,
-            labels=self._label_indices(examples, example[window], index),
+            labels=self._label_indices(examples, example[window], word_in_sentence),
             weights=np.ones(len(queries), np.float32),
-            extra={"word": index},
+            extra={"word": word_in_sentence},
         )
 
     def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -211,18 +211,18 @@ class Entities(Task[Sentence]):
         start = start + first[example]
         # Extend the last window of a long sentence to the left until it is full.
         is_long = (end - first > capacity)[example]
-        missing = np.where(is_long, capacity - length, 0)
-        start, length = start - missing, length + missing
+        free = np.where(is_long, capacity - length, 0)
+        start, length = start - free, length + free
         context = self.settings.document_context
         if context:
             limit = capacity if context is True else int(context)
-            around_start, around_length = _with_context(sentences, first, end, capacity, limit)
+            around_start, around_length = _context_ranges(sentences, first, end, capacity, limit)
             start = np.where(is_long, start, around_start[example])
             length = np.where(is_long, length, around_length[example])
         return example, start, length
 
     def _label_indices(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """Return label indices, int64 [R], of the words with index `word` in the examples `example`; 0 if unknown."""
+        """Return label indices, int64 [R], of the words with the indices `word` in `example`; 0 (O) if unknown."""
         indices = {tag: index for index, tag in enumerate(self.labels)}
         counts = np.fromiter((len(sentence.words) for sentence in examples), np.int64, len(examples))
         tags = chain.from_iterable(sentence.tags or ["O"] * len(sentence.words) for sentence in examples)
@@ -233,7 +233,7 @@ class Entities(Task[Sentence]):
 def _labeled(
     examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
-    """Return the examples that have tags, and their predictions; everything if none has tags."""
+    """Return the examples that have tags, and their predictions; all of both if none has tags."""
     pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].tags is not None]
     labeled = [example for example, _ in pairs], [prediction for _, prediction in pairs]
     return labeled if pairs else (list(examples), list(predictions))
@@ -244,37 +244,38 @@ class _AlignedSentences:
     """Tokenized words of all documents, and the word indices of the N examples and of their documents."""
 
     tokens: TokenizedTexts  # tokens of each word
-    first: np.ndarray  # int64 [N], first word of each example
-    end: np.ndarray  # int64 [N], word after its last
-    document_first: np.ndarray  # int64 [N], first word of the example's document
-    document_end: np.ndarray  # int64 [N], word after the document's last
+    first: np.ndarray  # int64 [N], index of each example's first word
+    end: np.ndarray  # int64 [N], index after its last word
+    document_first: np.ndarray  # int64 [N], index of the first word of its document
+    document_end: np.ndarray  # int64 [N], index after the last word of its document
 
 
 def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
+    """Tokenize the examples; `with_documents`, their whole documents. Otherwise, each example counts as a document."""
     if with_documents:
         documents = list({id(sentence.document): sentence.document for sentence in examples}.values())
         indices = {id(document): index for index, document in enumerate(documents)}
         sizes = np.fromiter(map(len, documents), np.int64, len(documents))
         document = np.fromiter((indices[id(sentence.document)] for sentence in examples), np.int64, len(examples))
-        texts = list(chain.from_iterable(documents))
+        word_lists = list(chain.from_iterable(documents))
         index = np.fromiter((sentence.index for sentence in examples), np.int64, len(examples))
-        text = (np.cumsum(sizes) - sizes)[document] + index
+        sentence_index = (np.cumsum(sizes) - sizes)[document] + index
     else:
-        texts = [sentence.words for sentence in examples]
-        sizes = np.ones(len(texts), np.int64)
-        text = document = np.arange(len(texts))
-    bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))])
+        word_lists = [sentence.words for sentence in examples]
+        sizes = np.ones(len(word_lists), np.int64)
+        sentence_index = document = np.arange(len(word_lists))
+    bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, word_lists), np.int64, len(word_lists)))])
     document_bounds = bounds[np.concatenate([[0], np.cumsum(sizes)])]
     return _AlignedSentences(
-        tokens=encoder.encode_words(list(chain.from_iterable(texts))),
-        first=bounds[text],
-        end=bounds[text + 1],
+        tokens=encoder.encode_words(list(chain.from_iterable(word_lists))),
+        first=bounds[sentence_index],
+        end=bounds[sentence_index + 1],
         document_first=document_bounds[document],
         document_end=document_bounds[document + 1],
     )
 
 
-def _with_context(
+def _context_ranges(
     sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (first token, number of tokens) of each sentence with its context: surrounding words of its document.
@@ -303,10 +304,10 @@ def _assign_words(
     """
     starts = sentences.tokens.starts
     first, end = sentences.first[example], sentences.end[example]
-    seen_first = np.maximum(first, np.searchsorted(starts, start, "left"))
-    seen_end = np.minimum(end, np.searchsorted(starts, start + length, "left"))
-    seen = np.maximum(seen_end - seen_first, 0)
-    window, word = np.repeat(np.arange(len(example)), seen), ragged(seen_first, seen)
+    first_word = np.maximum(first, np.searchsorted(starts, start, "left"))
+    end_word = np.minimum(end, np.searchsorted(starts, start + length, "left"))
+    counts = np.maximum(end_word - first_word, 0)
+    window, word = np.repeat(np.arange(len(example)), counts), concatenate_ranges(first_word, counts)
     has_token = starts[word + 1] > starts[word]
     window, word = window[has_token], word[has_token]
     is_ambiguous = np.bincount(example)[example[window]] > 1 if len(window) else np.zeros(0, bool)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from finetune.tasks.base import Windows
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
-N_BEST = 20  # number of start and end positions to combine per window, and of answers to return (run_squad.py)
+N_BEST = 20  # maximum start and end positions to combine per window, and answers to return (run_squad.py)
 CELLS = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
@@ -29,46 +29,48 @@ class AnswerDecoder:
 
     max_answer_tokens: int  # maximum tokens of an answer
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
-    threshold: float  # predict no answer if its score exceeds the best answer's by more than this
+    threshold: float  # no answer is predicted if its score exceeds the best answer's by more than this
 
     def decode(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
-        spans = _spans(windows, logits, self.max_answer_tokens)
+        spans = _best_spans(windows, logits, self.max_answer_tokens)
         candidates = _AnswerTexts(examples, windows, spans)
         first_window_N = np.searchsorted(windows.examples, np.arange(len(examples)))
-        null_F = logits[windows.starts[:-1]].astype(np.float64).sum(1)  # score of no answer: logits of [CLS]
+        null_F = logits[windows.starts[:-1]].astype(np.float64).sum(1)  # score of no answer: sum of [CLS]'s logits
         null_N = np.minimum.reduceat(null_F, first_window_N) if len(examples) else null_F
         counts = np.bincount(windows.examples, minlength=len(examples))
         return [
-            self._prediction(question, candidates.best(index, N_BEST), float(null), int(count))
-            for index, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
+            self._prediction(question, candidates.best(index, N_BEST), float(null_score), int(count))
+            for index, (question, null_score, count) in enumerate(zip(examples, null_N, counts, strict=True))
         ]
 
-    def _prediction(self, question: Question, entries: list[_Candidate], null: float, windows: int) -> dict[str, Any]:
-        """Return the prediction for a question with `windows` windows, where no answer has the score `null`."""
+    def _prediction(
+        self, question: Question, entries: list[_Candidate], null_score: float, num_windows: int
+    ) -> dict[str, Any]:
+        """Return the prediction for a question; `null_score` is the score of no answer."""
         # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Candidate("", 0, 0, 0.0)
-        no_answer_entry = _Candidate("", 0, 0, null)
-        no_answer = null - best.score if self.unanswerable else 0.0
+        no_answer_entry = _Candidate("", 0, 0, null_score)
+        no_answer_score = null_score - best.score if self.unanswerable else 0.0
         if self.unanswerable or not entries:
-            rank = sum(entry.score >= null for entry in entries)
+            rank = sum(entry.score >= null_score for entry in entries)
             entries = [*entries[:rank], no_answer_entry, *entries[rank:]]
             entries = entries[:N_BEST] if rank < N_BEST else [*entries[:N_BEST], no_answer_entry]
         probabilities = _softmax([entry.score for entry in entries])
-        answer = no_answer_entry if not best.text or self._is_unanswered(no_answer) else best
+        answer = no_answer_entry if not best.text or self._is_unanswered(no_answer_score) else best
         return {
             "id": question.id,
             "answer": answer.text,
             "start": answer.start,
             "end": answer.end,
             "score": next(p for entry, p in zip(entries, probabilities, strict=True) if entry.text == answer.text),
-            "no_answer_score": no_answer,
+            "no_answer_score": no_answer_score,
             "best_non_empty": best.text,
             "nbest": [
                 {"text": entry.text, "start": entry.start, "end": entry.end, "probability": probability}
                 for entry, probability in zip(entries, probabilities, strict=True)
             ],
-            "windows": windows,
+            "windows": num_windows,
         }
 
     def scorer_files(self, predictions: Predictions) -> dict[str, str]:
@@ -83,28 +85,28 @@ class AnswerDecoder:
     def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
         """Return the threshold with the best `metric`, f1 or exact."""
         golds, by_id = _golds(examples), {prediction["id"]: prediction for prediction in predictions}
-        best = {question: prediction["best_non_empty"] for question, prediction in by_id.items()}
+        answers = {id_: prediction["best_non_empty"] for id_, prediction in by_id.items()}
         column = 0 if metric == "exact" else 1
-        scores = {q: score_v2(texts, best[q])[column] for q, texts in golds.items() if q in best}
-        no_answer = {question: float(prediction["no_answer_score"]) for question, prediction in by_id.items()}
-        highest, threshold = best_threshold(golds, best, scores, no_answer)
-        if highest > sum(not texts for texts in golds.values()) / len(scores):
+        scores = {id_: score_v2(texts, answers[id_])[column] for id_, texts in golds.items() if id_ in answers}
+        no_answer_scores = {id_: float(prediction["no_answer_score"]) for id_, prediction in by_id.items()}
+        best_score, threshold = best_threshold(golds, answers, scores, no_answer_scores)
+        if best_score > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
-        # Answering no question is best. The script then returns 0, but our scores, which are logits, may be below 0.
-        return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
+        # It is best to answer no question. The script then returns 0, but our scores, sums of logits, may be below 0.
+        return min(0.0, math.nextafter(min(no_answer_scores.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
         """Return the scores that `Questions.score` describes."""
         golds, answers = _golds(examples), self._answers(predictions)
-        if not any(question in answers for question in golds):
+        if not any(id_ in answers for id_ in golds):
             raise InputError(
                 "predictions: none is for one of these questions. Give predictions with the ids of the questions."
             )
         if not self.unanswerable:
             return squad_v1(golds, answers)
-        best = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
-        no_answer = {prediction["id"]: float(prediction["no_answer_score"]) for prediction in predictions}
-        scores = squad_v2(golds, best, no_answer)
+        best_answers = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
+        no_answer_scores = {prediction["id"]: float(prediction["no_answer_score"]) for prediction in predictions}
+        scores = squad_v2(golds, best_answers, no_answer_scores)
         return squad_v2(golds, answers) | {name: scores[name] for name in scores if name.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
@@ -117,17 +119,17 @@ class AnswerDecoder:
     def aligned_answers(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Any], list[str]]:
         """Return (lists of gold answers, predicted answers) of the questions that have a prediction."""
         golds, answers = _golds(examples), self._answers(predictions)
-        ids = [question for question in golds if question in answers]
-        return [golds[question] for question in ids], [answers[question] for question in ids]
+        ids = [id_ for id_ in golds if id_ in answers]
+        return [golds[id_] for id_ in ids], [answers[id_] for id_ in ids]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         answers = self._answers(predictions)
         score_answer = score_v2 if self.unanswerable else score_v1
         groups: dict[str, list[tuple[float, float]]] = {}
-        for question, texts in _golds(examples).items():
-            if question in answers:
-                groups.setdefault("HasAns" if texts else "NoAns", []).append(score_answer(texts, answers[question]))
+        for id_, texts in _golds(examples).items():
+            if id_ in answers:
+                groups.setdefault("HasAns" if texts else "NoAns", []).append(score_answer(texts, answers[id_]))
         return {
             "answerable": {name: {**means(groups[name]), "total": len(groups[name])} for name in sorted(groups)},
             "threshold": self.threshold if self.unanswerable else None,
@@ -151,13 +153,13 @@ class AnswerDecoder:
 class _Spans:
     """S candidate answers, grouped by example, best first."""
 
-    examples: np.ndarray  # int64 [S], ascending: index of the example
+    examples: np.ndarray  # int64 [S], ascending: index of the example of each
     first: np.ndarray  # int64 [S], index of the first token in windows.extra["offsets"]
-    last: np.ndarray  # int64 [S], index of the last token there
+    last: np.ndarray  # int64 [S], index of the last token in the same array
     scores: np.ndarray  # float64 [S], start logit plus end logit
 
 
-def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
+def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     """Combine the `N_BEST` start and end positions of each window into answers of at most `max_tokens` tokens.
 
     If that gives no answer for an example, all its positions are combined.
@@ -165,7 +167,7 @@ def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     length_F = windows.extra["context_length"]
     may_start_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
     max_length = max(1, int(length_F.max(initial=0)))
-    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
+    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]  # (examples, first, last, scores) each
     parts += _combine(windows, logits, np.arange(len(windows)), may_start_T, min(N_BEST, max_length), max_tokens)
     answered = np.concatenate([part[0] for part in parts])
     unanswered = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
@@ -176,42 +178,44 @@ def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
 
 
 def _combine(
-    windows: Windows, logits: np.ndarray, selected: np.ndarray, may_start_T: np.ndarray, n: int, max_tokens: int
+    windows: Windows, logits: np.ndarray, selected: np.ndarray, may_start_T: np.ndarray, num_best: int, max_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (examples, first, last, scores) as in `_Spans`, of the windows with the indices `selected`, unordered.
+    """Yield (examples, first, last, scores) as in `_Spans`, unordered, of the windows with the indices `selected`.
 
-    may_start_T: bool, whether an answer may start at each context token, for all windows, concatenated.
+    The `num_best` start and end positions of each are combined. may_start_T: bool, whether an answer may start at each
+    context token of all windows, concatenated.
     """
     length_F = windows.extra["context_length"]
     context_start_F = np.cumsum(length_F) - length_F
     may_start_T = np.append(may_start_T, False)  # so that index 0 exists even if no context has a token
     position = np.arange(max(1, int(length_F.max(initial=0))))
-    step = max(1, CELLS // max(len(position), n * n))
-    for first in range(0, len(selected), step):
-        window = selected[first : first + step]
-        inside = position < length_F[window, None]
-        may_start = inside & may_start_T[np.where(inside, context_start_F[window, None] + position, 0)]
-        token = np.where(inside, windows.extra["context_row"][window, None] + position, 0)
+    windows_per_step = max(1, CELLS // max(len(position), num_best * num_best))
+    for first in range(0, len(selected), windows_per_step):
+        window = selected[first : first + windows_per_step]
+        is_context = position < length_F[window, None]
+        may_start = is_context & may_start_T[np.where(is_context, context_start_F[window, None] + position, 0)]
+        token = np.where(is_context, windows.extra["context_start"][window, None] + position, 0)
         starts, ends = (
             np.where(mask, logits[token, column].astype(np.float64), -np.inf)
-            for column, mask in enumerate((may_start, inside))
+            for column, mask in enumerate((may_start, is_context))
         )
         # Of equal logits the earlier token wins, as in run_squad.py.
-        start, end = (np.argsort(-scores, axis=1, kind="stable")[:, :n] for scores in (starts, ends))
+        start, end = (np.argsort(-scores, axis=1, kind="stable")[:, :num_best] for scores in (starts, ends))
         start_scores, end_scores = np.take_along_axis(starts, start, 1), np.take_along_axis(ends, end, 1)
         total = start_scores[:, :, None] + end_scores[:, None, :]
-        tokens = end[:, None, :] - start[:, :, None] + 1
-        row, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
+        num_tokens = end[:, None, :] - start[:, :, None] + 1
+        row, i, j = np.nonzero((num_tokens >= 1) & (num_tokens <= max_tokens) & np.isfinite(total))
         base = windows.extra["context_token"][window[row]]
         yield windows.examples[window[row]], base + start[row, i], base + end[row, j], total[row, i, j]
 
 
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which tokens have more context in their window than in any other one, bool [sum of lengths].
+    """Return whether each context token has more context in its window than in any other, bool [sum of `lengths`].
 
-    As in _check_is_max_context of run_squad.py, the context of a token is the smaller of its two sides; of equal
-    windows, the first is chosen. The script adds a hundredth of the window's length, which makes no difference: only
-    the last window is shorter.
+    Each window has the index of its example in `examples`, of its first context token in `tokens` (counted over all
+    contexts), and its number of context tokens in `lengths`. As in _check_is_max_context of run_squad.py, the context
+    of a token is the smaller of its two sides; of equal windows, the first is chosen. The script adds a hundredth of
+    the window's length, which makes no difference: only the last window is shorter.
     """
     total = int(lengths.sum())
     has_most = np.ones(total, bool)
@@ -220,9 +224,9 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
         return has_most
     window = np.flatnonzero(has_several)
     length = lengths[window]
-    position = ragged(np.zeros(len(window), np.int64), length)
+    position = concatenate_ranges(np.zeros(len(window), np.int64), length)
     context = np.minimum(position, np.repeat(length, length) - 1 - position)
-    # Number the tokens of each example: its first window starts where its context does.
+    # `key` numbers the context tokens of these examples; an example's first window starts where its context does.
     distinct, group = np.unique(examples[window], return_inverse=True)
     start = tokens[window] - tokens[np.searchsorted(examples, distinct)][group]
     size = np.zeros(len(distinct), np.int64)
@@ -231,9 +235,9 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     largest = np.full(size.sum(), -1)
     np.maximum.at(largest, key, context)
     best = np.flatnonzero(context == largest[key])[::-1]
-    owner = np.full(len(largest), -1)
-    owner[key[best]] = best  # in reverse order, so that the first of equals is written last
-    has_most[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
+    chosen = np.full(len(largest), -1)  # index into `key` of each context token's best occurrence
+    chosen[key[best]] = best  # in reverse order, so that the first of equals is written last
+    has_most[concatenate_ranges((np.cumsum(lengths) - lengths)[window], length)] = chosen[key] == np.arange(len(key))
     return has_most
 
 
@@ -264,14 +268,14 @@ class _AnswerTexts:
         self._next_start = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
-    def best(self, index: int, n: int) -> list[_Candidate]:
-        """Return the best `n` distinct answers to the question with this index, best first."""
+    def best(self, index: int, count: int) -> list[_Candidate]:
+        """Return the best `count` distinct answers to the question with this index, best first."""
         entries: dict[str, _Candidate] = {}
         for span, start, end in self._stripped_spans(index):
             text = self._examples[index].context[start:end]
             if text and text not in entries:
                 entries[text] = _Candidate(text, start, end, self._scores[span])
-                if len(entries) == n:
+                if len(entries) == count:
                     break
         return list(entries.values())
 

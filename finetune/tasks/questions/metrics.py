@@ -1,6 +1,6 @@
 """Exact match and F1 of answers, computed as the official scripts of SQuAD v1.1 and v2.0 do.
 
-The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, read in
+The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
     a gold text that normalizes to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
@@ -33,22 +33,22 @@ def squad_v1(golds: Golds, answers: Mapping[str, str]) -> dict[str, float]:
     exact = f1 = 0.0
     for question, texts in golds.items():
         if question in answers:
-            pair = score_v1(texts, answers[question])
-            exact, f1 = exact + pair[0], f1 + pair[1]
+            question_exact, question_f1 = score_v1(texts, answers[question])
+            exact, f1 = exact + question_exact, f1 + question_f1
     return {"exact_match": exact / len(golds), "f1": f1 / len(golds)}
 
 
 def squad_v2(
     golds: Golds, answers: Mapping[str, str], no_answer_scores: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return scores of evaluate-v2.0.py: exact, f1, total, also of HasAns_ and NoAns_; best_ with `no_answer_scores`.
+    """Return scores of evaluate-v2.0.py: exact, f1, total, HasAns_*, NoAns_*; best_* if given `no_answer_scores`.
 
     Args:
         golds: gold answers of each question.
         answers: predicted answer of each question, "" for no answer.
-        no_answer_scores: score of each question that it has no answer; higher is more likely.
+        no_answer_scores: for each question, a score that is higher if it more probably has no answer.
 
-    The best_ scores are for the best threshold; they need `answers` that were predicted without a threshold. The
+    The best_* scores are for the best threshold; they need `answers` that were predicted without a threshold. The
     script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
 
     Raises:
@@ -71,10 +71,7 @@ def squad_v2(
 
 
 def best_threshold(
-    golds: Golds,
-    answers: Mapping[str, str],
-    scores: Mapping[str, float],
-    no_answer_scores: Mapping[str, float],
+    golds: Golds, answers: Mapping[str, str], scores: Mapping[str, float], no_answer_scores: Mapping[str, float]
 ) -> tuple[float, float]:
     """Return (best mean score, its threshold on the no-answer score), as find_best_thresh of evaluate-v2.0.py.
 
@@ -84,14 +81,14 @@ def best_threshold(
     Args:
         scores: exact match or F1 of each question's answer.
     """
-    current = best = float(sum(not texts for texts in golds.values()))
+    total = best = float(sum(not texts for texts in golds.values()))  # score of answering no question
     threshold = 0.0
     for question in sorted(no_answer_scores, key=no_answer_scores.__getitem__):
         if question not in scores:
             continue
-        current += scores[question] if golds[question] else -1 if answers[question] else 0
-        if current > best:
-            best, threshold = current, no_answer_scores[question]
+        total += scores[question] if golds[question] else -1 if answers[question] else 0
+        if total > best:
+            best, threshold = total, no_answer_scores[question]
     return best / len(scores), threshold
 
 
@@ -113,10 +110,10 @@ def _best_score(golds: Sequence[str], answer: str, f1: Callable[[list[str], list
 
 
 def _f1_v1(gold: list[str], answer: list[str]) -> float:
-    same = (Counter(gold) & Counter(answer)).total() if gold and answer else 0
-    if not same:
+    num_common = (Counter(gold) & Counter(answer)).total() if gold and answer else 0
+    if not num_common:
         return 0.0
-    precision, recall = same / len(answer), same / len(gold)
+    precision, recall = num_common / len(answer), num_common / len(gold)
     return 2 * precision * recall / (precision + recall)
 
 

@@ -12,7 +12,7 @@ class QuestionSource:
     """Reads the questions of one config. The first labeled set determines whether a question may have no answer.
 
     Args:
-        unanswerable: the value for the trained model; None before training.
+        unanswerable: `Questions.state()["unanswerable"]` of the trained model; None before training.
 
     Attributes:
         unanswerable: whether a question may have no answer; None until known.
@@ -21,9 +21,9 @@ class QuestionSource:
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
         # Skip for a trained model: its settings cannot be changed, and scores compare only strings.
-        self._policy: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
-        known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
-        self.unanswerable: bool | None = None if known is None else bool(known)
+        self._bad_answers: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
+        value = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
+        self.unanswerable: bool | None = None if value is None else bool(value)
 
     def read_train(self) -> list[Question]:
         """Return the training set; `InputError` if the config names none."""
@@ -34,19 +34,19 @@ class QuestionSource:
     def read(self, path: str, *, labeled: bool, training: bool = False, check: bool = True) -> list[Question]:
         """Read a file; with `check`, raise `InputError` for questions without an answer if the model always answers."""
         questions = squad.read(path, labeled=labeled)
-        policy = self._settings.bad_answers if training else self._policy
+        policy = self._settings.bad_answers if training else self._bad_answers
         questions = squad.handle_bad_answers(questions, path, policy, training=training)
-        impossible = [question.id for question in questions if question.answers == ()]
+        unanswerable_ids = [question.id for question in questions if question.answers == ()]
         if self.unanswerable is None and labeled:
-            self.unanswerable = bool(impossible)
-        if check and impossible and not self.unanswerable:
-            why = (
+            self.unanswerable = bool(unanswerable_ids)
+        if check and unanswerable_ids and not self.unanswerable:
+            reason = (
                 "unanswerable is false"
                 if self._settings.unanswerable is False
                 else "the training set has no such questions, so the model always answers"
             )
             raise InputError(
-                f"{path}: {len(impossible)} of {len(questions)} questions have no answer, first {impossible[0]}, "
-                f"but {why}. Set unanswerable: true, or remove them from the file."
+                f"{path}: {len(unanswerable_ids)} of {len(questions)} questions have no answer, first "
+                f"{unanswerable_ids[0]}, but {reason}. Set unanswerable: true, or remove them from the file."
             )
         return questions

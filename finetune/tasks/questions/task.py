@@ -9,7 +9,7 @@ import numpy as np
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.custom_metric import custom_score, metric_name
 from finetune.tasks.datasets import squad
-from finetune.tasks.datasets.arrays import distinct
+from finetune.tasks.datasets.arrays import unique_strings
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.datasets.text import FramedWindows, TextEncoder, TokenizedTexts, frame
 from finetune.tasks.datasets.windows import slide
@@ -163,9 +163,9 @@ class Questions(Task[Question]):
             InputError: windows are too short for max_question_tokens and stride.
         """
         self._check_window_size(encoder)
-        questions, question_N = distinct([example.text.strip() for example in examples])
-        passages, context_N = distinct([example.context for example in examples])
-        encoded_questions, contexts = encoder.encode(questions), encoder.encode(passages)
+        distinct_questions, question_N = unique_strings([example.text.strip() for example in examples])
+        distinct_contexts, context_N = unique_strings([example.context for example in examples])
+        encoded_questions, contexts = encoder.encode(distinct_questions), encoder.encode(distinct_contexts)
         length_N = np.diff(encoded_questions.starts)[question_N]
         question_length_N = np.minimum(length_N, self.settings.max_question_tokens)
         self._warn_about_truncated_questions(examples, length_N)
@@ -187,10 +187,10 @@ class Questions(Task[Question]):
             labels=labels,
             weights=weights,
             extra={
-                "context_row": framed.second,
-                "context_token": context_token,
-                "context_length": length,
-                "offsets": contexts.offsets,
+                "context_start": framed.second,  # index of each window's first context token in `ids`
+                "context_token": context_token,  # index of the same token in `offsets`
+                "context_length": length,  # number of context tokens of each window
+                "offsets": contexts.offsets,  # of the tokens of all contexts
             },
         )
 
@@ -202,18 +202,18 @@ class Questions(Task[Question]):
         framed: FramedWindows,
         spans: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (labels uint8 [T, 2], weights float32 [T]) of windows over `spans`: (example, start, length)."""
+        """Return (labels uint8 [T, 2], weights float32 [T]) of windows; `spans` are (example, start, length)."""
         example, start, length = spans
         first, last, is_used_N = _answer_tokens(examples, contexts, context_N)
         contains = (first[example] >= start) & (last[example] < start + length)
         self._report_split_answers(examples, first >= 0, example[contains])
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
-        cls, is_used = framed.starts[:-1], is_used_N[example]
+        cls_positions, is_used = framed.starts[:-1], is_used_N[example]
         for column, token in enumerate((first, last)):
-            position = np.where(contains, framed.second + token[example] - start, cls)
+            position = np.where(contains, framed.second + token[example] - start, cls_positions)
             labels[position[is_used], column] = 1
-        weights[cls[is_used]] = 1
+        weights[cls_positions[is_used]] = 1
         return labels, weights
 
     def _check_window_size(self, encoder: TextEncoder) -> None:
@@ -245,7 +245,7 @@ class Questions(Task[Question]):
             )
 
     def _report_split_answers(self, examples: Sequence[Question], answered: np.ndarray, contained: np.ndarray) -> None:
-        """Warn about the bool [N] `answered` examples that are not in `contained`: no window has their whole answer."""
+        """Warn about `answered` examples (bool [N]) that are not in `contained`: no window has their whole answer."""
         uncontained = np.flatnonzero(answered & (np.bincount(contained, minlength=len(examples)) == 0))
         if len(uncontained):
             logger.warning(

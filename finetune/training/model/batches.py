@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from finetune.tasks.base import Windows
-from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import concatenate_ranges
 from pretrain.batches.balancing import balance
 from pretrain.batches.batch import moved, pinned
 from pretrain.batches.order import draw, permute, root_key
@@ -149,19 +149,19 @@ class Batches:
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (indices of the examples' windows; for each window, the index of its example in `members`)."""
         counts = self._first_window[members + 1] - self._first_window[members]
-        return ragged(self._first_window[members], counts), np.repeat(np.arange(len(members)), counts)
+        return concatenate_ranges(self._first_window[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
         starts = self._first_query[windows]
-        return self.windows.weights[ragged(starts, self._first_query[windows + 1] - starts)]
+        return self.windows.weights[concatenate_ranges(starts, self._first_query[windows + 1] - starts)]
 
     def _make(self, windows: np.ndarray, examples: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
-        tokens = ragged(self.windows.starts[windows], lengths)
+        tokens = concatenate_ranges(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
         first_queries, end_queries = self._first_query[windows], self._first_query[windows + 1]
-        query_indices = ragged(first_queries, end_queries - first_queries)
+        query_indices = concatenate_ranges(first_queries, end_queries - first_queries)
         window_R = np.repeat(np.arange(len(windows)), end_queries - first_queries)
         offset_R = (starts[:-1] - self.windows.starts[windows])[window_R]
         query_positions = self.windows.queries[query_indices] + offset_R
