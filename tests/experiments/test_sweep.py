@@ -22,8 +22,8 @@ from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
 from finetune.experiments.grid import GridPoint, auto_grid, expand, parse_grid
-from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
-from finetune.experiments.trials import degenerate
+from finetune.experiments.outcomes import Outcome, Spread, Trial, combined_error, spreads
+from finetune.experiments.trials import degenerate_reason
 from finetune.tasks.classification import ClassificationSettings
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
@@ -256,7 +256,7 @@ def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None
     assert [tuple(point.settings.values()) for point in points] == expected
     assert points[1].overrides == ["training.learning_rate=1e-5", "max_length=128"]
     assert points[1].label == "learning_rate 1e-5, max_length 128"
-    assert points[1].folder == "learning-rate-1e-5-max-length-128"
+    assert points[1].folder_name == "learning-rate-1e-5-max-length-128"
     assert expand({}) == [GridPoint({})]
 
 
@@ -474,16 +474,16 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
     ],
 )
 def test_a_run_that_learned_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
-    assert degenerate({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
-    assert degenerate({"dev": {"by_type": {}}}) == degenerate({}) == ""
+    assert degenerate_reason({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
+    assert degenerate_reason({"dev": {"by_type": {}}}) == degenerate_reason({}) == ""
 
 
 def test_the_end_has_the_exit_code_of_what_failed() -> None:
     lost = Outcome(error=MachineError("out of memory"))
-    assert failure([done(1.0), None]) is None
-    assert isinstance(failure([done(1.0), FAILED, FAILED]), DivergedError)
-    assert isinstance(failure([FAILED, lost]), MachineError)
-    assert "2 of 2 runs" in str(failure([FAILED, lost]))
+    assert combined_error([done(1.0), None]) is None
+    assert isinstance(combined_error([done(1.0), FAILED, FAILED]), DivergedError)
+    assert isinstance(combined_error([FAILED, lost]), MachineError)
+    assert "2 of 2 runs" in str(combined_error([FAILED, lost]))
 
 
 def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
