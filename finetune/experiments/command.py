@@ -70,7 +70,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
         return
     finished = runs.has_model(config)
     if finished and arguments.resume:
-        runs.check_same(config, finished=True)
+        runs.check_same_settings(config, finished=True)
     plan = runs.plan(config, in_process)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)

@@ -134,7 +134,7 @@ def _check_and_plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
     """
     for config in (trial.config for trial in trials):
         plan = _cached_plan(trials[0].base, config, plans)
-        runs.check_fit(config, plan.model)
+        runs.check_max_length(config, plan.model)
         if not plan.held_out and not config.fold and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
     return _cached_plan(trials[0].base, trials[0].config, plans)

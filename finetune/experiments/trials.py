@@ -102,7 +102,7 @@ def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
     with preflight.checked_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
         if checkpoint_names(config.folder):
-            runs.check_same(config, finished=False)  # trials always resume
+            runs.check_same_settings(config, finished=False)  # trials always resume
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -165,7 +165,7 @@ def read_outcome(trial: Trial) -> Outcome | None:
         outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=data, positive=positive)
     else:
         return None
-    runs.check_same(trial.config, finished=True)
+    runs.check_same_settings(trial.config, finished=True)
     return outcome
 
 
@@ -259,7 +259,7 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
         config = trial.config
         key = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
         if key not in digests:
-            digests[key] = runs.digest(config)
+            digests[key] = runs.current_data_digest(config)
         if digests[key] != outcome.data_digest:
             raise InputError(
                 f"{config.folder}: the files of {config.task_name} have changed since this run was trained and scored. "

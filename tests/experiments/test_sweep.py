@@ -307,7 +307,7 @@ def test_folds_are_runs_whose_predictions_come_together(work: Path, monkeypatch:
             rows = [trial.config.make_task().record(one) for one in trial.config.make_task().test_sets()["fold"]]
             (trial.config.folder / "predictions").mkdir()
             (trial.config.folder / "predictions/fold.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-            monkeypatch.setattr(runs, "check_same", lambda config, finished: None)
+            monkeypatch.setattr(runs, "check_same_settings", lambda config, finished: None)
             outcomes.append(trials.read_outcome(trial))
         return outcomes
 

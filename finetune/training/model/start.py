@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
     from pretrain.config import ModelConfig
 
-# Tokens of the whole training times layers and hidden size. Below this, compilation takes longer than it saves on a
-# CPU (docs/benchmarks/lab-notes.md).
-_SHORT = 2e9
-_SAMPLE = 256  # number of examples from which the number of tokens is estimated
+# Product of tokens in the whole training, layers and hidden size. Below this, compilation takes longer than it saves on
+# a CPU (docs/benchmarks/lab-notes.md).
+_MIN_WORK = 2e9
+_SAMPLE_SIZE = 256  # number of examples from which the number of tokens is estimated
 
 
 def is_short(
@@ -35,13 +35,13 @@ def is_short(
 
     if torch.cuda.is_available():
         return False
-    sample = examples[:_SAMPLE]
+    sample = examples[:_SAMPLE_SIZE]
     windows = task.windows(sample, encoder, training=True)
     units = max(1, windows.training_examples)
-    total = units * len(examples) // max(1, len(sample))
-    steps = config.filled(shape.hidden, total).total_steps(total)
+    total_units = units * len(examples) // max(1, len(sample))
+    steps = config.filled(shape.hidden, total_units).total_steps(total_units)
     tokens = steps * config.training.examples_per_step * len(windows.ids) / units
-    return tokens * shape.layers * shape.hidden < _SHORT
+    return tokens * shape.layers * shape.hidden < _MIN_WORK
 
 
 def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
@@ -114,12 +114,12 @@ def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: R
         return "pretraining heads"
     if rest.startswith(("dense_", "norm_")) and part == "head" and not released.task_head(task.head).activation:
         return f"the head of {config.task_name} has only one layer"
-    if rest.startswith("out_") and part == "head" and not _same_outputs(config, task, released):
+    if rest.startswith("out_") and part == "head" and not _has_same_outputs(config, task, released):
         return "an output layer of another task or of other labels"
     return ""
 
 
-def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
     """Return whether the checkpoint's output layer predicts what this task needs: its labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
