@@ -124,7 +124,7 @@ def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict
 
 
 def _hub_name(folder: str) -> str | None:
-    """Return the Hub name of a model in the Hub cache (.../models--google-bert--bert-base-uncased/snapshots/86b5...)."""
+    """Return the Hub name of a model in the Hub cache (.../models--google-bert--bert-base-uncased/snapshots/86b...)."""
     match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(Path(folder).absolute()))
     return match and match[1].replace("--", "/")
 
