@@ -55,7 +55,7 @@ def run_settings(
     steps: int,
     sequences: int = _MAX_SEQUENCES,
 ) -> dict[str, Any]:
-    """Return the settings of the run: `corpus` is the section `corpus`, `sequences` the number of sequences per step."""
+    """Return the settings of the run, with the section `corpus` and this number of `sequences` per step."""
     out: Path = arguments.out
     workers = min(default_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
