@@ -18,12 +18,12 @@ from pretrain.common.settings import read_values
 from pretrain.reporting.panels import panels_for
 from pretrain.reporting.subjects import Subject, subject_of
 
-FindJobFolder = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
+FindJobFolder = Callable[..., "Path | None"]  # signature of `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
-_END_STATES = {"stop": "stopped", "diverged": "diverged"}  # a run's final event -> its state
+_END_STATES = {"stop": "stopped", "diverged": "diverged"}  # {event that ended a run: state of the run}
 
-_MAX_DEPTH = 3  # levels at which a folder of runs is searched for run folders, such as glue/TASK/seed-N
+_MAX_DEPTH = 3  # levels of subfolders that are searched for run folders; glue/TASK/seed-N is at level 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunRecords:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned number of steps; None for an unfinished fine-tuning, where it depends on the training set."""
+        """The planned number of steps; None for an unfinished fine-tuning, whose config does not contain it."""
         phases = self.config.get("phases")
         if phases:
             return sum(int(phase["steps"]) for phase in phases)

@@ -94,7 +94,7 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
         return []
 
 
-def work_through(phases: Iterable[PhaseConfig], step: int) -> float:
+def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
     """Return the work of the first `step` steps: tokens, at most, or the number of steps if phases are unknown."""
     tokens = 0.0
     for phase in phases:
@@ -159,7 +159,7 @@ class LiveProgress:
             text = f"{self.startup_stage}, {clock(time.monotonic() - self.started)}"
             self.bar.update(self._task, description=text)
             return
-        total, done = self._work_through(self.total_steps), self._work_through(self.step)
+        total, done = self._work_until(self.total_steps), self._work_until(self.step)
         self.bar.update(self._task, total=total, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
@@ -249,8 +249,8 @@ class LiveProgress:
         ]
         return [part for part in parts if part]
 
-    def _work_through(self, step: int) -> float:
-        return work_through(self._read_phases(), step)
+    def _work_until(self, step: int) -> float:
+        return work_until(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
         """Return the training phases; [] until the run's config exists."""

@@ -27,15 +27,15 @@ class DisplayTokens:
 
     Attributes:
         spellings: each token as spelled in the input, or the name of a special token.
-        joined: whether each token continues the previous token's word.
+        continues_word: whether each token continues the previous token's word.
         token_types: int64 [L].
-        marked: the kinds of the tokens, for statistics.
+        marks: the kinds of the tokens, for statistics.
     """
 
     spellings: tuple[str, ...]
-    joined: tuple[bool, ...]
+    continues_word: tuple[bool, ...]
     token_types: np.ndarray
-    marked: TokenMarks
+    marks: TokenMarks
 
     def __len__(self) -> int:
         return len(self.spellings)
@@ -74,7 +74,7 @@ class AttentionModel:
 
     def weights(self, tokens: DisplayTokens) -> list[np.ndarray]:
         """Return the attention weights of each layer, float32 [N, L, L]; the weights of each query sum to 1."""
-        arrays = (tokens.marked.ids, tokens.token_types)
+        arrays = (tokens.marks.ids, tokens.token_types)
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
         collected: list[torch.Tensor] = []
         with torch.inference_mode():
@@ -86,14 +86,14 @@ class AttentionModel:
 def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens:
     """Convert an encoding of the tokenizers library."""
     spellings: list[str] = []
-    joined: list[bool] = []
-    words: list[tuple[int, int] | None] = []
+    continues_word: list[bool] = []
+    words: list[tuple[int, int] | None] = []  # (segment, index of the word) of each token; None for special tokens
     last_end: tuple[int | None, int] = (None, -1)  # segment and end offset of the last token
     for index, name in enumerate(encoding.tokens):
         segment = None if encoding.special_tokens_mask[index] else encoding.sequence_ids[index]
         if segment is None:
             spellings.append(name)
-            joined.append(False)
+            continues_word.append(False)
             words.append(None)
             continue
         segment_text, (start, end) = (text, pair or "")[segment], encoding.offsets[index]
@@ -102,12 +102,11 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
         spellings.append(segment_text[start:end].strip() or name)
         # Without word boundaries, each token is a word.
         word = (segment, -1 - index if encoding.word_ids[index] is None else encoding.word_ids[index])
-        joined.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
+        continues_word.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (segment, end)
-    return DisplayTokens(
-        tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _mark_kinds(encoding, spellings, words)
-    )
+    token_types, marks = np.array(encoding.type_ids, np.int64), _mark_kinds(encoding, spellings, words)
+    return DisplayTokens(tuple(spellings), tuple(continues_word), token_types, marks)
 
 
 def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
