@@ -48,8 +48,8 @@ class Candidate:
         return all(outcome is not None and outcome.is_final for outcome in self.outcomes.values())
 
 
-def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:
-    """Group the trials into candidates, and return the candidates of each of the user's configs, in order."""
+def group_trials(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:
+    """Group the trials into candidates; return one list of candidates for each of the user's configs, in order."""
     by_config: dict[Path, dict[str, Candidate]] = {}
     for index, (trial, outcome) in enumerate(zip(trials, outcomes, strict=True)):
         by_point = by_config.setdefault(trial.base.folder, {})
@@ -57,22 +57,22 @@ def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> l
     return [list(by_point.values()) for by_point in by_config.values()]
 
 
-def rank(unranked: Iterable[Candidate]) -> list[Candidate]:
+def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Sort candidates: scored before unscored, then by fewest failed trials and highest mean. Ties keep their order."""
 
     def sort_key(candidate: Candidate) -> tuple[bool, int, float]:
         spread = candidate.spread
         return spread is None, candidate.num_failed, -spread.mean if spread else 0.0
 
-    return sorted(unranked, key=sort_key)
+    return sorted(candidates, key=sort_key)
 
 
-def removable_trials(group: Sequence[Candidate]) -> list[int]:
+def removable_trials(candidates: Sequence[Candidate]) -> list[int]:
     """Given the candidates of one config, return the indices of the finished trials whose models are no longer needed.
 
     The models of the best trial of each incomplete candidate, and of the best complete one, are still needed.
     """
-    best = next((candidate for candidate in rank(group) if candidate.scores and candidate.is_complete), None)
-    kept = {candidate.best_trial for candidate in group if candidate is best or not candidate.is_complete}
-    finished = (index for candidate in group for index, outcome in candidate.outcomes.items() if outcome is not None)
+    best = next((candidate for candidate in rank(candidates) if candidate.scores and candidate.is_complete), None)
+    kept = {candidate.best_trial for candidate in candidates if candidate is best or not candidate.is_complete}
+    finished = (index for candidate in candidates for index, outcome in candidate.outcomes.items() if outcome)
     return sorted(index for index in finished if index not in kept)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfig
 from pretrain.common.errors import InputError
 
-# Settings that cannot be axes: the sweep sets them, or they are common to all runs.
-_NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")
+_NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # set by the sweep, or common to all runs
 # Settings of a task that define its scores: runs that differ in them cannot be compared.
 _SCORE_KEYS = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 

@@ -79,7 +79,7 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
 
 
 def combined_error(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """Return one error for all failed runs: of their errors' class, or `MachineError` if the classes differ."""
+    """Return one error for all failed runs, of their class or, if classes differ, `MachineError`; None without any."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None

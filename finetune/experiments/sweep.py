@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
+from finetune.experiments.candidates import Candidate, group_trials, rank, removable_trials
 from finetune.experiments.grid import Grid, GridPoint, auto_grid, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import count_line, glue_best, glue_rows, score_table, summary, write_submission
@@ -70,7 +70,7 @@ def run_sweep(
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
         finished = [index for index, outcome in enumerate(outcomes) if outcome]
-        for group in candidates(trials, outcomes) if keep == "best" or folds > 1 else ():
+        for group in group_trials(trials, outcomes) if keep == "best" or folds > 1 else ():
             for index in finished if folds > 1 else removable_trials(group):
                 shutil.rmtree(trials[index].config.folder / MODEL, ignore_errors=True)
 
@@ -120,8 +120,8 @@ def _read_trials(
         if any(trial.base.folder == config.folder for trial in trials):
             raise InputError(f"{path}: another config has the same run folder {config.folder}. Rename one of them.")
         plan = None if plans is None else _cached_plan(config, config, plans)
-        axes = auto_grid(config.filled(plan.model.hidden, plan.units).training) if plan else {}
-        new_trials = sweep_trials(config, path, overrides, expand({**axes, **grid}), seeds, folds)
+        auto_axes = auto_grid(config.filled(plan.model.hidden, plan.units).training) if plan else {}
+        new_trials = sweep_trials(config, path, overrides, expand({**auto_axes, **grid}), seeds, folds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         trials += [replace(trial, label=prefix + trial.label) for trial in new_trials]
     return trials
@@ -151,17 +151,17 @@ def _cached_plan(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> 
 
 def _report(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
     """Write summary.json and best.yaml, and print the tables."""
-    ranked = [rank(group) for group in candidates(trials, outcomes)]
+    ranked = [rank(group) for group in group_trials(trials, outcomes)]
     leaders, model_name = glue_best(ranked), Path(trials[0].config.start_from).name
     glue_table = glue_rows(leaders, model_name) if leaders and len(ranked) > 1 else []
     print_table(score_table(ranked))
     for group in ranked:
         config, best = group[0].base, group[0]
         indices = sorted(index for candidate in group for index in candidate.outcomes)
-        results = [outcomes[index] for index in indices]
-        values = summary([trials[index] for index in indices], results, group)
+        config_outcomes = [outcomes[index] for index in indices]
+        values = summary([trials[index] for index in indices], config_outcomes, group)
         write_json(config.folder / SUMMARY, {**values, "glue": glue_table})
-        print(f"{config.folder / SUMMARY}: {count_line(results)}")
+        print(f"{config.folder / SUMMARY}: {count_line(config_outcomes)}")
         if best.point.settings and best.best_trial is not None:
             _write_best(best, trials[best.best_trial].config)
     if glue_table:
@@ -173,7 +173,7 @@ def _report(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], submiss
 
 def _write_folds(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], num_folds: int) -> None:
     """Write folds.jsonl for each config: the predictions of all folds, in the order of the training set."""
-    for group in candidates(trials, outcomes):
+    for group in group_trials(trials, outcomes):
         best, config = rank(group)[0], group[0].base
         files = [trials[index].config.folder / PREDICTIONS / "fold.jsonl" for index in list(best.outcomes)[:num_folds]]
         if not all(path.is_file() for path in files):
@@ -182,8 +182,8 @@ def _write_folds(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], nu
         lines = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
         folds = task.folds(task.read_train(), num_folds)  # index of each example's fold
         rows = ({"fold": fold + 1, **json.loads(next(lines[fold]))} for fold in folds)
-        written = write_rows(config.folder / FOLDS, rows)
-        print(f"{config.folder / FOLDS}: {counted(written, 'prediction')}, each by a run not trained on the example")
+        num_rows = write_rows(config.folder / FOLDS, rows)
+        print(f"{config.folder / FOLDS}: {counted(num_rows, 'prediction')}, each by a run not trained on the example")
 
 
 def _write_best(candidate: Candidate, run_config: FinetuneConfig) -> None:

@@ -213,8 +213,8 @@ def _run_pending(
         for index, error in ((pending[position], error) for position, error in results.items()):
             if not isinstance(error, StoppedError):
                 outcome = outcomes[index] = _record_outcome(trials[index], error)
-                count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
-                print(f"  {count}  {outcome_line(trials[index].label, outcome)}", flush=True)
+                progress = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
+                print(f"  {progress}  {outcome_line(trials[index].label, outcome)}", flush=True)
                 on_result(outcomes)
         if not stopping and stop_file.exists():
             stopping = True

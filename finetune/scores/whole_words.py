@@ -60,15 +60,9 @@ def score_whole_words(model: MaskedModel, documents: Sequence[str], settings: Pa
     lower_bits = np.add.reduceat(token_bits, num_tokens.cumsum() - num_tokens)
     upper_bits = lower_bits + _token_count_bits(model, documents)[num_tokens]
     characters = np.array([len(occurrence.word) + _SPACE for occurrence in occurrences])
-    upper = upper_bits.sum() / characters.sum()
+    lower, upper = lower_bits.sum() / characters.sum(), upper_bits.sum() / characters.sum()
     standard_error = (upper_bits - upper * characters).std() * math.sqrt(len(upper_bits)) / characters.sum()
-    return WholeWordScore(
-        lower=float(lower_bits.sum() / characters.sum()),
-        upper=float(upper),
-        standard_error=float(standard_error),
-        words=len(occurrences),
-        tokens=int(num_tokens.sum()),
-    )
+    return WholeWordScore(float(lower), float(upper), float(standard_error), len(occurrences), int(num_tokens.sum()))
 
 
 def _chain_rule_sequences(word: WordTokens, mask_id: int) -> Iterator[MaskedSequence]:

@@ -58,8 +58,8 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        short = is_short(config, task, examples, encoder, released.model)
-        model = make_model(uncompiled(config) if short else config, task, released, examples)
+        too_short = is_short(config, task, examples, encoder, released.model)
+        model = make_model(uncompiled(config) if too_short else config, task, released, examples)
         weights = model.state_dict()
         is_fitted = fits_output_layer(config, task, released)
         engine = Engine(
@@ -79,7 +79,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         check_same_data({config.task_name: held_out_digest})
         training = Training(
             finetuning,
-            _plan(config, finetuning, evaluate_first=is_fitted, warmup_step=not short),
+            _plan(config, finetuning, evaluate_first=is_fitted, warmup_step=not too_short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": finetuning.digest, "held_out": held_out_digest},

@@ -64,7 +64,7 @@ def line_chart(
     frame = _Frame(min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
     parts = [
         *(_grid_line(frame, y, format_y(y)) for y in y_ticks),
-        *(_tick_x(frame, x, format_x(x)) for x in x_ticks),
+        *(_x_tick_label(frame, x, format_x(x)) for x in x_ticks),
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
         *(_curve_svg(frame, curve) for curve in curves),
     ]
@@ -132,7 +132,7 @@ def _grid_line(frame: _Frame, y: float, label: str) -> str:
     )
 
 
-def _tick_x(frame: _Frame, x: float, label: str) -> str:
+def _x_tick_label(frame: _Frame, x: float, label: str) -> str:
     position, anchor = frame.x(x), "middle"
     if position + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
         position, anchor = _WIDTH, "end"

@@ -50,7 +50,7 @@ def _attention(arguments: argparse.Namespace) -> None:
     print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- the parsers
 
 
 def _add_report(commands: Any, find_job_folder: FindJobFolder) -> None:

@@ -70,21 +70,21 @@ def comparison_table(runs: Sequence[RunRecords]) -> Table:
     Runs that differ only in their seeds are averaged. If runs on the same dataset differ in other settings, row labels
     include these settings.
     """
-    series: dict[tuple[Subject, str, str], list[float]] = {}
+    scores: dict[tuple[Subject, str, str], list[float]] = {}  # {(subject, set, metric): scores of the runs}
     for run in runs:
         for score in run.scores:
             if run.subject is not None and score.metric in score.values:
                 key = run.subject, score.split, _metric_title(score.metric, score)
-                series.setdefault(key, []).append(score.values[score.metric])
-    subjects = [subject for subject, _, _ in series]
+                scores.setdefault(key, []).append(score.values[score.metric])
+    subjects = [subject for subject, _, _ in scores]
     columns, differing = initial_checkpoints(subjects), differing_settings(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-    for (subject, split, metric), values in series.items():
+    for (subject, split, metric), values in scores.items():
         settings = dict(subject.settings)
         label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing if name in settings)])
         rows.setdefault((label, metric, split), {})[subject.initial] = values
     head = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
-    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
+    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in scores.values()):
         return head, []
     return head, [[*key, *(_format_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from cluster.workers.trials import choose_parallel
 from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
-from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
+from finetune.experiments.candidates import Candidate, group_trials, rank, removable_trials
 from finetune.experiments.grid import GridPoint, auto_grid, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, combined_error, spreads
 from finetune.experiments.trials import degenerate_reason
@@ -583,7 +583,7 @@ def write_outcome(folder: Path, accuracy: float) -> None:
 def given(points: Sequence[GridPoint], outcomes: Sequence[Outcome | None], **changes: Any) -> list[Candidate]:
     values = {"name": "a", "classification": {"train": "train.tsv"}, **changes}
     config = FinetuneConfig.model_validate(values)
-    (found,) = candidates([Trial("", config, config, point) for point in points], outcomes)
+    (found,) = group_trials([Trial("", config, config, point) for point in points], outcomes)
     return found
 
 

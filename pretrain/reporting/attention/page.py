@@ -40,7 +40,7 @@ def write_attention_page(
 
     Args:
         folder: a run, an export, a released or a fine-tuned model.
-        text: the input whose matrices are drawn; by default the first line of `texts`.
+        text: the input whose matrices are drawn; by default the first line of the file.
         pair: the second segment of a pair.
         texts: UTF-8 file with one input per line, over which each head is averaged; by default only over `text`.
 
