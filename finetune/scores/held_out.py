@@ -162,9 +162,9 @@ def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np
 def _masking_vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> MaskingVocabulary:
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     special |= set(special_ids.values())
-    ids = tokenizer.get_vocab(with_added_tokens=True)
-    entries = [""] * (max(ids.values()) + 1)
-    for entry, token_id in ids.items():
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    entries = [""] * (max(vocabulary.values()) + 1)
+    for entry, token_id in vocabulary.items():
         entries[token_id] = entry
     unused = {token_id for token_id, entry in enumerate(entries) if not entry}
     edges = WordEdges(np.zeros(len(entries), bool))

@@ -96,7 +96,7 @@ def _occurrence(document: str, start: int, end: int, radius: int) -> Occurrence:
     """Return the word with its passage: the whole words within `radius` characters before and after it."""
     left, right = max(0, start - radius), min(len(document), end + radius)
     if left:
-        left = document.index(" ", left - 1) + 1  # unchanged if a word starts there
+        left = document.index(" ", left - 1) + 1  # the same position if a word starts there
     if right < len(document):
         right = document.rindex(" ", 0, right + 1)
     return Occurrence(document[left:right], start - left, end - left)

@@ -200,9 +200,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
-    compiled = ", too few to compile the model" if plan.is_short and config.engine.compile == "auto" else ""
+    compile_note = ", too few to compile the model" if plan.is_short and config.engine.compile == "auto" else ""
     lines = [
-        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compiled}",
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compile_note}",
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
@@ -289,8 +289,7 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
     """Return a warning if the dev set is too small to select a checkpoint.
 
-    It is too small if the confidence `interval` of its score is wider than 0.1, and wider than the range of the scores
-    of all checkpoints.
+    It is too small if the confidence `interval` of its score is wider than 0.1 and the range of checkpoint scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):

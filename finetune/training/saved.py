@@ -191,18 +191,18 @@ def prediction_rows(
     """
     file_columns = {name for example in examples for name in task.others(example)}
     rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
-    added = dict.fromkeys(name for row in rows for name in row)
-    names: dict[str, str] = {}  # key -> name of the column
-    for name in added:
-        configured = task.columns.get(name, name)
-        unique = configured if name in file_columns and configured not in {*file_columns, *added} else name
+    keys = dict.fromkeys(key for row in rows for key in row)
+    names: dict[str, str] = {}  # {key: name of its column}
+    for key in keys:
+        configured = task.columns.get(key, key)
+        unique = configured if key in file_columns and configured not in {*file_columns, *keys} else key
         while unique in file_columns or unique in names.values():
             unique = f"predicted_{unique}"
-        names[name] = unique
-    if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
+        names[key] = unique
+    if changed := [f"{key} is {name}" for key, name in names.items() if name != key]:
         logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(changed))
     for example, row in zip(examples, rows, strict=True):
-        yield {**task.others(example), **{names[name]: value for name, value in row.items()}}
+        yield {**task.others(example), **{names[key]: value for key, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:

@@ -279,11 +279,11 @@ class Finetuning:
         )
 
     def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
-        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
+        engine, sums = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def forward(batch: LabeledBatch) -> Output:
             output = engine.forward(batch)
-            losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
+            sums.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
 
         batches = self._make_batches(windows, 0)
@@ -291,11 +291,11 @@ class Finetuning:
         with torch.no_grad():
             logits = predict_logits(forward, batches, self.task.outputs, self._device, engine.workers.gather_objects)
         engine.module.train()
-        engine.workers.sum_over_workers(losses)
+        engine.workers.sum_over_workers(sums)
         if engine.rank:
             return [], 0.0
-        total, weight = losses.tolist()
-        return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
+        loss, weight = sums.tolist()
+        return self._decode(examples, windows, logits, tune=tune), loss / (weight or 1.0)
 
     def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
         if tune:

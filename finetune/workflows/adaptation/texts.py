@@ -30,7 +30,7 @@ def find_sources(paths: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         InputError: a path does not exist, there is too little text, or a folder has files of several formats.
     """
     sources: list[dict[str, Any]] = []
-    plain: list[Path] = []
+    plain_files: list[Path] = []
     for path in paths:
         files = files_below(path, problems := Problems())
         if problems.entries():
@@ -39,17 +39,18 @@ def find_sources(paths: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         if len(kinds) > 1:
             raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Pass them one by one.")
         if kinds == {PLAIN} and len(files) < _MIN_FILES:
-            plain += files
+            plain_files += files
         else:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
-    if plain:
-        count = _write_documents(plain, out)
-        if count < _MIN_DOCUMENTS and not sources:
+    if plain_files:
+        num_documents = _write_documents(plain_files, out)
+        if num_documents < _MIN_DOCUMENTS and not sources:
             raise InputError(
-                f"{_first_names(plain)}: {counted(count, 'document')}; at least {_MIN_DOCUMENTS} are needed, as 2 are "
-                "held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
+                f"{_first_names(plain_files)}: {counted(num_documents, 'document')}; at least {_MIN_DOCUMENTS} are "
+                "needed, as 2 are held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
             )
-        sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(out)})
+        name = plain_files[0].stem if len(plain_files) == 1 else "texts"
+        sources.append({"kind": "jsonl", "name": name, "path": str(out)})
     return sources
 
 
