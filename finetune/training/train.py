@@ -61,7 +61,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         too_short = is_short(config, task, examples, encoder, released.model)
         model = make_model(uncompiled(config) if too_short else config, task, released, examples)
         weights = model.state_dict()
-        is_fitted = fits_output_layer(config, task, released)
+        needs_fit = fits_output_layer(config, task, released)
         engine = Engine(
             model,
             lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
@@ -71,7 +71,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         finetuning = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = finetuning.config
         # Rank 0 checks whether a checkpoint exists; `run` verifies and reads it later.
-        if is_fitted and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
+        if needs_fit and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
             weights |= finetuning.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
         del weights
@@ -79,7 +79,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         check_same_data({config.task_name: held_out_digest})
         training = Training(
             finetuning,
-            _plan(config, finetuning, evaluate_first=is_fitted, warmup_step=not too_short),
+            _plan(config, finetuning, evaluate_first=needs_fit, warmup_step=not too_short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": finetuning.digest, "held_out": held_out_digest},

@@ -141,11 +141,10 @@ class LiveProgress:
         self.last_record: dict[str, Any] = {}  # the latest training record
         self._run_dir = run_dir
         self._tail, self._probes, self._created_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
-        self._has_history = (run_dir / METRICS).exists()
+        self._has_history = (run_dir / METRICS).exists()  # whether there may be records from before this start
         # Events that are in the file already. If a restart or a rollback replaces the file, the new file has them, too.
         self._known_events = {_event_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
-        # Whether records other than events have arrived in this start.
-        self.has_records = False
+        self.has_records = False  # whether records other than events were written since this start
         self._phases: list[PhaseConfig] = []
         self._wait_message = ""
         self.startup_stage = WORKERS
@@ -235,16 +234,16 @@ class LiveProgress:
     def parts(self) -> list[str]:
         """Return the parts of the live line, most important first."""
         record, seconds_left = self.last_record, self.bar.tasks[0].time_remaining
-        live = metric_lines(record, {name: metric for name, metric in self.metrics.items() if metric.live})
+        live_metrics = metric_lines(record, {name: metric for name, metric in self.metrics.items() if metric.live})
         parts = [
             f"step {self.step:,}/{self.total_steps:,}",
             _format("loss {:.3f}", record.get("loss")),
             "" if seconds_left is None else f"{clock(seconds_left)} left",
             _format("{:,} skipped", record.get("skipped_steps") or None),
-            *live[:1],
+            *live_metrics[:1],
             _format("{:,.0f} tokens/s", record.get("tokens_per_second")),
             _format("{:.0%} MFU", record.get("mfu")),
-            *live[1:],
+            *live_metrics[1:],
             _format("stall {:.1%}", record.get("data_stall_fraction")),
         ]
         return [part for part in parts if part]

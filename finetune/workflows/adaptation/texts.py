@@ -47,7 +47,7 @@ def find_sources(paths: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         if num_documents < _MIN_DOCUMENTS and not sources:
             raise InputError(
                 f"{_first_names(plain_files)}: {counted(num_documents, 'document')}; at least {_MIN_DOCUMENTS} are "
-                "needed, as 2 are held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
+                "needed, as 2 are held out. Add text, or separate paragraphs by blank lines: documents are cut there."
             )
         name = plain_files[0].stem if len(plain_files) == 1 else "texts"
         sources.append({"kind": "jsonl", "name": name, "path": str(out)})
