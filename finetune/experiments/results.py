@@ -54,11 +54,11 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
     """Count the runs: all, done with scores, failed, degenerate (which are also done), and still to run."""
     finished = [outcome for outcome in outcomes if outcome]
-    failed = sum(outcome.error is not None for outcome in finished)
+    num_failed = sum(outcome.error is not None for outcome in finished)
     return {
         "runs": len(outcomes),
-        "done": len(finished) - failed,
-        "failed": failed,
+        "done": len(finished) - num_failed,
+        "failed": num_failed,
         "degenerate": sum(bool(outcome.degenerate) for outcome in finished),
         "to_run": outcomes.count(None),
     }

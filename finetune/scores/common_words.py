@@ -73,8 +73,8 @@ def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
         if len(tokens) != 1 or spell(model.tokenizer.id_to_token(int(tokens[0]))) != word:
             raise NoScoreError(f"the vocabulary lacks {word!r} as a single token")
     group_index = {word: index for index, word in enumerate(words)}
-    spelled = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
-    pairs = [(token, group_index[word]) for token, word in spelled if word in group_index]
+    spellings = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
+    pairs = [(token, group_index[word]) for token, word in spellings if word in group_index]
     tokens, groups = np.array(pairs, np.int64).T.copy()
     return TokenGroups(tokens, groups, len(words))
 

@@ -46,8 +46,8 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
         threading.Thread(target=_exit_after, args=[pid], name="pid", daemon=True).start()
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
-    refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
-    with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
+    error_message = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
+    with locked(run / _FOLDER / ".lock", "" if pid is not None else error_message):
         drop_records_after(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
         is_last = False
         while not is_last:

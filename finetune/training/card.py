@@ -65,7 +65,7 @@ class CardFacts:
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:
     """Render the card as Markdown."""
     scores = facts.scores
-    repeated = config.repeated_sets()
+    repeated_sets = config.repeated_sets()
     metadata = _metadata(config, task, facts)
     return _template().render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
@@ -74,8 +74,8 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         facts=facts,
         family=_LAYOUT_NAMES.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
-        untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
-        remarks=[repeated_remark(*pair) for pair in repeated],
+        untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated_sets))],
+        remarks=[repeated_remark(*pair) for pair in repeated_sets],
         sets=[
             (name, f"{config.fold} of train" if name == "fold" else task.origin(name), count)
             for name, count in facts.examples.items()

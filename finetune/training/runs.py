@@ -263,13 +263,13 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 
     `records` are from metrics.jsonl; the checkpoint of `step` was selected by `metric`.
     """
-    scored = [record for record in records if record.get("split") == "validation" and metric in record]
+    evaluations = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
     lines = []
-    if scored and scored[0]["step"] == 0:
-        frozen, best = scored[0][metric], max(record[metric] for record in scored)
-        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
-        if best <= frozen != 1:
+    if evaluations and evaluations[0]["step"] == 0:
+        frozen_score, best_score = evaluations[0][metric], max(record[metric] for record in evaluations)
+        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen_score:.4f}")
+        if best_score <= frozen_score != 1:
             kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
                 f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "

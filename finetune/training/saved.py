@@ -199,8 +199,8 @@ def prediction_rows(
         while unique in file_columns or unique in names.values():
             unique = f"predicted_{unique}"
         names[key] = unique
-    if changed := [f"{key} is {name}" for key, name in names.items() if name != key]:
-        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(changed))
+    if renamed := [f"{key} is {name}" for key, name in names.items() if name != key]:
+        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(renamed))
     for example, row in zip(examples, rows, strict=True):
         yield {**task.others(example), **{names[key]: value for key, value in row.items()}}
 

@@ -96,8 +96,8 @@ class RunRecords:
     @property
     def stop_event(self) -> dict[str, Any]:
         """The event that stopped the run early; {} if there is none, or the run was started again."""
-        stops = [event for event in self.events if event["event"] in _END_STATES]
-        return stops[-1] if stops and stops[-1].get("time", math.inf) >= _last_start(self.folder) else {}
+        last = next((event for event in reversed(self.events) if event["event"] in _END_STATES), {})
+        return last if last.get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
         """Return the values of a field in the training records that have it."""

@@ -50,8 +50,8 @@ def subject_of(config: Mapping[str, Any]) -> Subject | None:
 
 def initial_checkpoints(subjects: Iterable[Subject]) -> list[str]:
     """Return the distinct initial checkpoints, random weights last."""
-    distinct = dict.fromkeys(subject.initial for subject in subjects)
-    return sorted(distinct, key=lambda initial: initial == RANDOM)
+    checkpoints = dict.fromkeys(subject.initial for subject in subjects)
+    return sorted(checkpoints, key=lambda initial: initial == RANDOM)
 
 
 def differing_settings(subjects: Sequence[Subject]) -> list[str]:

@@ -77,11 +77,11 @@ def comparison_table(runs: Sequence[RunRecords]) -> Table:
                 key = run.subject, score.split, _metric_title(score.metric, score)
                 scores.setdefault(key, []).append(score.values[score.metric])
     subjects = [subject for subject, _, _ in scores]
-    columns, differing = initial_checkpoints(subjects), differing_settings(subjects)
+    columns, differing_names = initial_checkpoints(subjects), differing_settings(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for (subject, split, metric), values in scores.items():
         settings = dict(subject.settings)
-        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing if name in settings)])
+        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing_names if name in settings)])
         rows.setdefault((label, metric, split), {})[subject.initial] = values
     head = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in scores.values()):

@@ -57,9 +57,9 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     """Create the workspace of `runs`: their panels under W&B's metric names, filtered to these runs."""
     from wandb_workspaces import workspaces
 
-    several = len(runs) > 1
+    has_several_runs = len(runs) > 1
     groups = list(dict.fromkeys(_tracking(run).get("group") or run.name for run in runs))
-    name = ", ".join(groups[:3]) if several else runs[0].name
+    name = ", ".join(groups[:3]) if has_several_runs else runs[0].name
     return workspaces.Workspace(
         # The library rejects emojis, and mistakes characters such as < for emojis.
         name=re.sub(r"[^\w .,:()/-]", "", f"{name} report"),
@@ -69,8 +69,8 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
         sections=_sections(runs),
         settings=workspaces.WorkspaceSettings(x_axis=_STEP, max_runs=max(10, len(runs))),
         runset_settings=workspaces.RunsetSettings(
-            query="" if several else _query(runs[0]),
-            regex_query=not several,
+            query="" if has_several_runs else _query(runs[0]),
+            regex_query=not has_several_runs,
             filters=f'Metric("Group") in {_literal(groups)}',
             groupby=_grouping(runs),
         ),
@@ -171,10 +171,10 @@ def _save(workspace: Workspace, url: str) -> str:
     """Save to W&B, replacing the workspace at `url` if it belongs to the same project; return the URL."""
     if urlsplit(url).path.strip("/") != f"{workspace.entity}/{workspace.project}":
         return workspace.save().url
-    saved = type(workspace).from_url(url)
+    saved_workspace = type(workspace).from_url(url)
     for name in ("name", "sections", "settings", "runset_settings"):
-        setattr(saved, name, getattr(workspace, name))
-    return saved.save().url
+        setattr(saved_workspace, name, getattr(workspace, name))
+    return saved_workspace.save().url
 
 
 def to_json_data(workspace: Workspace) -> dict[str, Any]:

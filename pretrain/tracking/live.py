@@ -98,9 +98,9 @@ def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
     """Return the work of the first `step` steps: their maximum number of tokens, or `step` if phases are unknown."""
     tokens = 0.0
     for phase in phases:
-        done = min(step, phase.steps)
-        tokens += phase.first_sample(done) * phase.sequence_length
-        step -= done
+        phase_steps = min(step, phase.steps)
+        tokens += phase.first_sample(phase_steps) * phase.sequence_length
+        step -= phase_steps
     return tokens or float(step)
 
 
@@ -123,9 +123,9 @@ class _Tail:
                 data = file.read()
         except OSError:  # the file is missing, or storage fails temporarily: the next poll tries again
             return [], False
-        complete = data[: data.rfind(b"\n") + 1]
-        self._inode, self._offset = status.st_ino, start + len(complete)
-        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None], from_start
+        lines = data[: data.rfind(b"\n") + 1]  # without an incomplete last line
+        self._inode, self._offset = status.st_ino, start + len(lines)
+        return [record for line in lines.splitlines() if (record := parse_record(line)) is not None], from_start
 
 
 class LiveProgress:

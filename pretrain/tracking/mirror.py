@@ -67,11 +67,11 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summarize_ranks(values: list[float | None]) -> dict[int | str, float | None]:
-    present = sorted(value for value in values if value is not None)
-    if len(values) <= _MAX_RANKS or not present:
+    sorted_values = sorted(value for value in values if value is not None)
+    if len(values) <= _MAX_RANKS or not sorted_values:
         return dict(enumerate(values))
-    low, high = present[0], present[-1]
-    return {"min": low, "median": statistics.median(present), "max": high, MAX_RANK_SUFFIX: values.index(high)}
+    low, high = sorted_values[0], sorted_values[-1]
+    return {"min": low, "median": statistics.median(sorted_values), "max": high, MAX_RANK_SUFFIX: values.index(high)}
 
 
 def wandb_mode(mode: str) -> str:

@@ -51,10 +51,10 @@ class MetricRows:
             if is_event:
                 _merge(self._late_values, {**values, _EVENT_STEP: step})
             return None
-        completed = self.take() if step != self._step else None
+        completed_row = self.take() if step != self._step else None
         self._step = step
         _merge(self._row, values)
-        return completed
+        return completed_row
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
         """Return (current step, its row), and record the step as sent; None if there is no row."""

@@ -74,20 +74,20 @@ class Batches:
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
         self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], index of the query, by window
-        distinct, first_window = np.unique(windows.examples, return_index=True)
-        self.examples = len(distinct)
+        example_indices, first_window = np.unique(windows.examples, return_index=True)
+        self.examples = len(example_indices)
         self._first_window = np.append(first_window, len(windows))  # [N + 1], index of each example's first window
         self._tokens_N = np.add.reduceat(self._lengths_F, first_window) if self.examples else self._lengths_F
         self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
 
     def check(self, where: str) -> None:
         """Raise `InputError` if an example does not fit into a micro-batch."""
-        largest = int(self._tokens_N.max(initial=0))
+        max_tokens = int(self._tokens_N.max(initial=0))
         # Two examples must fit if the ranks may get different numbers of examples (`balance`).
         capacity = self.budget if self.world_size == 1 else self.budget // 2
-        if largest > capacity:
+        if max_tokens > capacity:
             raise InputError(
-                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch fits {capacity}. "
+                f"{where}: an example has {max_tokens} tokens in all its windows, but a micro-batch fits {capacity}. "
                 "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
             )
 

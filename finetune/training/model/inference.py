@@ -54,9 +54,9 @@ def predict_logits(
     """
     by_length = batches.batches_by_length()
     pending = ((batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in by_length)
-    local = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(pending)]
+    local_results = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(pending)]
     logits = np.zeros((len(batches.windows.queries), num_outputs), np.float32)
-    for results in gather(local):  # one list per rank
+    for results in gather(local_results):  # one list per rank
         for query_indices, values in results:
             logits[query_indices] = values
     return logits

@@ -43,10 +43,10 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     center_H = features_RH.mean(0)
     # Computed before centering: if all examples are similar, the scale of centered features would be near 0.
     scale = features_RH.square().sum(1).mean().sqrt().clamp_min(1e-12)
-    scaled = [((vectors_RH - center_H) / scale, batch) for vectors_RH, batch in features]
-    total_weight = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
+    scaled_features = [((vectors_RH - center_H) / scale, batch) for vectors_RH, batch in features]
+    total_weight = sum(float(batch.weights.sum()) for _, batch in scaled_features) or 1.0
     penalty, factor = regularization(model.objective, total_weight / len(model.head.out_bias))
-    weight_CH, bias_C = _minimize(model, scaled, penalty, total_weight)
+    weight_CH, bias_C = _minimize(model, scaled_features, penalty, total_weight)
     weight_CH = weight_CH / scale
     fitted = {"head.out_weight": weight_CH, "head.out_bias": bias_C - weight_CH @ center_H}
     return {name: tensor.cpu() * factor for name, tensor in fitted.items()}

@@ -94,13 +94,13 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     ]
     loaded = initial_state(config, task, released)
     head = released.task_head(task.head)
-    fitted = fits_output_layer(config, task, released)
-    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
+    is_fitted = fits_output_layer(config, task, released)
+    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not is_fitted}
     missing = [f"{part}.*" for part, is_used in parts.items() if is_used and f"{part}_weight" not in loaded]
     lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(missing)}"] if missing else [])]
     if task.head == "sequence" and head.pooling != "cls":
         lines.append(f"pooling: {head.pooling} of all tokens")
-    if fitted:
+    if is_fitted:
         lines.append("head.out.*: fitted to the frozen encoder's features")
     return "\n".join(lines)
 
@@ -124,13 +124,13 @@ def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: Release
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False
-    classes = released.config.get("architectures") or ()
+    architectures = released.config.get("architectures") or ()
     if task.head == "spans":
-        return any(name.endswith("ForQuestionAnswering") for name in classes)
+        return any(name.endswith("ForQuestionAnswering") for name in architectures)
     if task.objective == "value":
         # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
         kind = released.config.get("problem_type") or "regression"
-        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
+        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in architectures)
     label_map = released.config.get("id2label") or {}
     try:
         names = {int(number): name for number, name in label_map.items()}

@@ -103,13 +103,13 @@ def _name_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the text without the backticks of code names, and these names as entities."""
-    plain, end, entities = "", 0, []
+    plain_text, end, entities = "", 0, []
     for match in _CODE_NAME.finditer(text):
-        plain += text[end : match.start()]
-        entities.append({"start": len(plain), "end": len(plain) + len(match["code"]), "type": "CODE"})
-        plain += match["code"]
+        plain_text += text[end : match.start()]
+        entities.append({"start": len(plain_text), "end": len(plain_text) + len(match["code"]), "type": "CODE"})
+        plain_text += match["code"]
         end = match.end()
-    return plain + text[end:], entities
+    return plain_text + text[end:], entities
 
 
 def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
@@ -140,8 +140,8 @@ def _read_docstrings() -> Iterator[_Docstring]:
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)
-    largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:_NUM_PACKAGES]
-    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MAX_MODULES]):
+    packages = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:_NUM_PACKAGES]
+    for path in (path for package in packages for path in sorted(by_package[package], key=_hash)[:_MAX_MODULES]):
         for name, text in named_docstrings(Path(path).read_bytes()):
             yield _Docstring(_package(path), path, name, text)
 

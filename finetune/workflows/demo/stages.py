@@ -154,12 +154,12 @@ def _finetune_once(task: DemoTask, start: str, folder: Path, data: Path) -> None
 def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Return a task's part of the report: the finished models' scores, and predictions of the pretrained model."""
     runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
-    finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
-    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
+    finished_runs = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
+    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished_runs.items()}
     metric = next((record["metric"] for record in scores.values()), "")
     examples = []
-    if "pretrained" in finished:
-        predictions = _read_lines(finished["pretrained"] / "predictions" / "dev.jsonl")
+    if "pretrained" in finished_runs:
+        predictions = _read_lines(finished_runs["pretrained"] / "predictions" / "dev.jsonl")
         examples = _examples(task, predictions, _read_lines(folder / DATA / f"{task.name}-dev.jsonl"))
     return {
         "title": task.title,

@@ -76,11 +76,11 @@ class AttentionModel:
         """Return the attention weights of each layer, float32 [N, L, L]; the weights of each query sum to 1."""
         arrays = (tokens.marks.ids, tokens.token_types)
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
-        collected: list[torch.Tensor] = []
+        attentions: list[torch.Tensor] = []
         with torch.inference_mode():
             types = types_1L if self._segments else None
-            self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=collected)
-        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
+            self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=attentions)
+        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in attentions]
 
 
 def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens:
@@ -110,19 +110,19 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
 
 
 def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
-    special = np.array([word is None for word in words])
-    first = special & (np.arange(len(special)) == 0)
+    is_special = np.array([word is None for word in words])
+    is_first = is_special & (np.arange(len(is_special)) == 0)
     spelled: dict[tuple[int, int], str] = {}
     for spelling, word in zip(spellings, words, strict=True):
         if word is not None:
             spelled[word] = spelled.get(word, "") + spelling.lower()
     word_ids = {spelling: index for index, spelling in enumerate(dict.fromkeys(spelled.values()))}
-    order = {word: index for index, word in enumerate(spelled)}
+    word_indices = {word: index for index, word in enumerate(spelled)}
     return TokenMarks(
         ids=np.array(encoding.ids, np.int64),
-        first=first,
-        separator=special & ~first,
+        first=is_first,
+        separator=is_special & ~is_first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
         word=np.array([-1 if word is None else word_ids[spelled[word]] for word in words]),
-        word_index=np.array([-1 if word is None else order[word] for word in words]),
+        word_index=np.array([-1 if word is None else word_indices[word] for word in words]),
     )
