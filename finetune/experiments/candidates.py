@@ -22,9 +22,7 @@ class Candidate:
     def scores(self) -> dict[int, float]:
         """{index of a trial: its score}, for the trials that have a score."""
         return {
-            index: outcome.score
-            for index, outcome in self.outcomes.items()
-            if outcome is not None and outcome.score is not None
+            index: outcome.score for index, outcome in self.outcomes.items() if outcome and outcome.score is not None
         }
 
     @property
@@ -40,12 +38,12 @@ class Candidate:
     @property
     def num_failed(self) -> int:
         """Number of failed trials."""
-        return sum(outcome is not None and outcome.error is not None for outcome in self.outcomes.values())
+        return sum(bool(outcome and outcome.error) for outcome in self.outcomes.values())
 
     @property
     def is_complete(self) -> bool:
         """True if the same command would not start or continue any of the trials."""
-        return all(outcome is not None and outcome.is_final for outcome in self.outcomes.values())
+        return all(outcome and outcome.is_final for outcome in self.outcomes.values())
 
 
 def group_trials(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:

@@ -87,7 +87,7 @@ def save_model(
     results: Mapping[str, SetResult],
     chosen_on: str,
     training_examples: int,
-    data_digest: str,
+    digest: str,
     temperature: float = 1.0,
 ) -> None:
     """Write predictions, scores and, last, the model to the run folder; the model marks the run as complete.
@@ -98,7 +98,7 @@ def save_model(
         results: results of every dev and test set, by its name.
         chosen_on: name of the set that selected this step and tuned the task; "" if there was none.
         training_examples: number of examples in the training set.
-        data_digest: digest of the training data and of all scored data.
+        digest: digest of the training data and of all scored data.
         temperature: divisor of the logits, already applied to the weights.
     """
     for name, result in results.items():
@@ -118,9 +118,8 @@ def save_model(
         temperature=temperature,
         brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
-    summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data_digest}
-    values = {"temperature": temperature, "scores": facts.scores, "details": facts.details}
-    write_json(config.folder / SCORES, {**summary, **values})
+    summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": digest, "temperature": temperature}
+    write_json(config.folder / SCORES, {**summary, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
 

@@ -389,7 +389,7 @@ def _finish(
             chosen_on=finetuning.validation_set(),
             results={split: SetResult.of(finetuning.task, *pair) for split, pair in predictions.items()},
             training_examples=finetuning.training_examples,
-            data_digest=finetuning.data_digest(tests),
+            digest=finetuning.data_digest(tests),
             temperature=temperature,
         )
         log_artifact(config.folder / MODEL)

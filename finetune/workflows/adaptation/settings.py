@@ -26,7 +26,7 @@ _PEAK_RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 def corpus_settings(
     name: str, folder: Path, checkpoint: Path, sources: list[dict[str, Any]], validation_share: float
 ) -> dict[str, Any]:
-    """Return the settings for preparing a corpus, with a placeholder phase (see `with_run_length`)."""
+    """Return the settings for preparing a corpus, with a placeholder phase (see `with_run_sequence_length`)."""
     corpus = {
         "dir": str(folder),
         "sources": sources,
@@ -42,7 +42,7 @@ def corpus_settings(
     }
 
 
-def with_run_length(config: PretrainConfig) -> PretrainConfig:
+def with_run_sequence_length(config: PretrainConfig) -> PretrainConfig:
     """Return a corpus's config with the run's sequence length, so that the corpus card counts the run's sequences."""
     length = min(_SEQUENCE_LENGTH, config.model.max_positions)
     return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"sequence_length": length}),)})

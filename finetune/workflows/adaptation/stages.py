@@ -16,7 +16,7 @@ from finetune.workflows.adaptation.settings import (
     corpus_settings,
     run_settings,
     sequences_per_step,
-    with_run_length,
+    with_run_sequence_length,
     write_config,
 )
 from finetune.workflows.adaptation.texts import find_sources, held_out_share
@@ -102,7 +102,7 @@ class Stages:
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
         overrides = [item for item in self._arguments.set if item.startswith("corpus.") and item[:10] != "corpus.dir"]
-        config = with_run_length(pretraining.read_config(values, overrides))
+        config = with_run_sequence_length(pretraining.read_config(values, overrides))
         for index, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{index}")  # raises an error if a table lacks the text column
         config_path = self._out / f"{name}.yaml"

@@ -105,8 +105,8 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
         continues_word.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (segment, end)
-    token_types, marks = np.array(encoding.type_ids, np.int64), _mark_kinds(encoding, spellings, words)
-    return DisplayTokens(tuple(spellings), tuple(continues_word), token_types, marks)
+    marks = _mark_kinds(encoding, spellings, words)
+    return DisplayTokens(tuple(spellings), tuple(continues_word), np.array(encoding.type_ids, np.int64), marks)
 
 
 def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:

@@ -86,9 +86,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Convert the fields of `text_scores` to those of `Scores`."""
     common, whole = found[common_words.NAME], found[whole_words.NAME]
-    why_not = [
-        f"{part.replace('_', ' ')}: {one[MISSING_REASON]}" for part, one in found.items() if MISSING_REASON in one
-    ]
+    why_not = [f"{part.replace('_', ' ')}: {x[MISSING_REASON]}" for part, x in found.items() if MISSING_REASON in x]
     return {
         "common_word_bits": common.get("bits"),
         "common_word_error": common.get("standard_error"),
