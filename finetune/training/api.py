@@ -51,9 +51,9 @@ def train(
         print(runs.describe_start(config, plan))
         return plan.steps
 
-    loaded_config = read_config(config, overrides, start_from=start_from)
+    loaded = read_config(config, overrides, start_from=start_from)
     if resume:
-        launch.download(loaded_config.run_dir)
+        launch.download(loaded.run_dir)
     kind = launch.RunKind(
         "finetune.training.train:main",
         check=check,
@@ -62,10 +62,8 @@ def train(
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )
-    old_config = launch.earlier_config(loaded_config, resume)
-    return FinetunedRun(
-        loaded_config, launch.start_run(kind, loaded_config, old_config, resume=resume, ray=ray, no_ray=no_ray)
-    )
+    old_config = launch.earlier_config(loaded, resume)
+    return FinetunedRun(loaded, launch.start_run(kind, loaded, old_config, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:
