@@ -82,7 +82,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             _plan(config, finetuning, evaluate_first=needs_fit, warmup_step=not too_short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
-            identity={"data": finetuning.digest, "held_out": held_out_digest},
+            identity={"data": finetuning.training_digest, "held_out": held_out_digest},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, finetuning),
             finish=lambda tracker: _finish(config, finetuning, released, engine, tracker.log_artifact),
         )
@@ -152,7 +152,7 @@ class Finetuning:
         self._batches.check(f"{config.task_name}, training set")
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
         self.units = self._batches.examples
-        self.digest = self._batches.windows.digest(task.labels)
+        self.training_digest = self._batches.windows.digest(task.labels)
         self.config = config.filled(shape.hidden, self.units)
         self.total_steps = self.config.total_steps(self.units)
         self._stalled_seconds = 0.0
@@ -326,7 +326,7 @@ def _plan(config: FinetuneConfig, finetuning: Finetuning, *, evaluate_first: boo
 
 
 def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, finetuning: Finetuning) -> None:
-    if state.get("data") != finetuning.digest:
+    if state.get("data") != finetuning.training_digest:
         raise InputError(
             f"{checkpoint}: the files of {config.task_name}, or the tokenizer of {config.start_from}, have changed "
             "since it was trained. Restore them, or choose another name or run_dir."

@@ -73,10 +73,10 @@ class Batches:
         self.windows, self.budget = windows, budget
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
-        self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], index of the query, by window
+        self._query_starts = np.searchsorted(windows.queries, windows.starts)  # [F + 1], each window's first query
         example_indices, first_window = np.unique(windows.examples, return_index=True)
         self.examples = len(example_indices)
-        self._first_window = np.append(first_window, len(windows))  # [N + 1], index of each example's first window
+        self._window_starts = np.append(first_window, len(windows))  # [N + 1], each example's first window
         self._tokens_N = np.add.reduceat(self._lengths_F, first_window) if self.examples else self._lengths_F
         self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
 
@@ -143,24 +143,24 @@ class Batches:
         order = np.argsort(self._lengths_F[windows], kind="stable")
         windows, examples = windows[order], examples[order]
         # Windows of one example must not share their random numbers.
-        keys_S = draw(keys[examples], windows - self._first_window[members[examples]])
+        keys_S = draw(keys[examples], windows - self._window_starts[members[examples]])
         return self._make_batch(windows, examples, keys_S)
 
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (indices of the examples' windows; for each window, the index of its example in `members`)."""
-        counts = self._first_window[members + 1] - self._first_window[members]
-        return ragged(self._first_window[members], counts), np.repeat(np.arange(len(members)), counts)
+        counts = self._window_starts[members + 1] - self._window_starts[members]
+        return ragged(self._window_starts[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
-        starts = self._first_query[windows]
-        return self.windows.weights[ragged(starts, self._first_query[windows + 1] - starts)]
+        starts = self._query_starts[windows]
+        return self.windows.weights[ragged(starts, self._query_starts[windows + 1] - starts)]
 
     def _make_batch(self, windows: np.ndarray, examples: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
         tokens = ragged(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
-        first_queries, end_queries = self._first_query[windows], self._first_query[windows + 1]
+        first_queries, end_queries = self._query_starts[windows], self._query_starts[windows + 1]
         query_indices = ragged(first_queries, end_queries - first_queries)
         window_R = np.repeat(np.arange(len(windows)), end_queries - first_queries)
         offset_R = (starts[:-1] - self.windows.starts[windows])[window_R]

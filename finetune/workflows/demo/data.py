@@ -38,7 +38,7 @@ _RETURN_PHRASE = re.compile(
 @dataclass(frozen=True)
 class _Docstring:
     package: str
-    module: str  # path of its file
+    module: str  # path of the module's file
     name: str  # name of the function; empty for a module or class
     text: str
 
