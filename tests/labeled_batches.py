@@ -41,7 +41,7 @@ def windows_of(
 
 def batch_of(*arguments: Any, **options: Any) -> LabeledBatch:
     """Return `windows_of` these arguments as one micro-batch."""
-    (batch,) = Batches(windows_of(*arguments, **options), seed=0, budget=100, rank=0, world_size=1).every_window()
+    (batch,) = Batches(windows_of(*arguments, **options), seed=0, budget=100, rank=0, world_size=1).batches_by_length()
     return batch
 
 

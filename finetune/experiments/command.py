@@ -26,7 +26,7 @@ from pretrain.common.worker import torchrun_rank
 if TYPE_CHECKING:
     from finetune.training.config import FinetuneConfig
 
-_START = "checkpoint to start from"
+_START_HELP = "checkpoint to start from"
 
 
 def add_to(commands: Any) -> None:
@@ -65,13 +65,13 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune.training import runs
     from pretrain.run import launch, preflight
 
-    alone = launch.trains_in_process(config.scheduling.workers, arguments.no_ray)
+    in_process = launch.trains_in_process(config.scheduling.workers, arguments.no_ray)
     if launch.is_follower():
         return
     finished = runs.has_model(config)
     if finished and arguments.resume:
-        runs.check_same(config, finished=True)
-    plan = runs.plan(config, alone)
+        runs.check_same_settings(config, finished=True)
+    plan = runs.plan(config, in_process)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
     description = runs.describe(config, plan, show_config=arguments.show_config)
@@ -82,7 +82,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
     grid_name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
-    grid, auto = parse_grid(grid_name.removeprefix("auto"), arguments.grid_set), grid_name == "auto"
+    auto = grid_name == "auto"  # this grid depends on each config, so `run_sweep` makes it
+    grid = parse_grid("" if auto else grid_name, arguments.grid_set)
     _run_several(arguments.config, arguments, grid, auto=auto, keep=arguments.keep, submission=arguments.submission)
 
 
@@ -92,9 +93,9 @@ def _run_several(
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    shared = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
+    common_options = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
     all_overrides = with_start(overrides(arguments), arguments.start_from)
-    run_sweep(configs, all_overrides, grid, seeds=arguments.seeds or 1, **shared, **options)
+    run_sweep(configs, all_overrides, grid, seeds=arguments.seeds or 1, **common_options, **options)
 
 
 # ---------------------------------------------------------------- parsers
@@ -113,7 +114,7 @@ def _add_finetune(commands: Any) -> None:
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --folds 5""",
     )
-    add_config(parser, _START)
+    add_config(parser, _START_HELP)
     _add_several_runs(parser)
     add_run_options(parser)
 
@@ -130,7 +131,7 @@ def _add_sweep(commands: Any) -> None:
   ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3
   ./launch.sh sweep configs/finetune/glue/* --from bert-base-uncased/ --seeds 5 --submission out/""",
     )
-    add_config(parser, _START, several=True)
+    add_config(parser, _START_HELP, several=True)
     _add_several_runs(parser)
     parser.add_argument(
         "--grid",

@@ -13,7 +13,7 @@ _NOT_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # set
 _SCORE_KEYS = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
-"""{dotted name of a setting: its values as YAML}"""
+"""{dotted name of a setting: the values to try, as YAML}"""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class GridPoint:
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
 
     @property
-    def folder(self) -> str:
+    def folder_name(self) -> str:
         """Name of the point's folder, the same in every sweep over these settings."""
         parts = (f"{name.rpartition('.')[2]}-{value}" for name, value in self.settings.items())
-        return _slug("-".join(parts), allowed=".")
+        return _slug("-".join(parts), other_characters=".")
 
     @property
     def name(self) -> str:
-        """The values without the names of their settings, as a part of run names."""
+        """The values, joined as a part of run names, such as "1e-05-3"."""
         return _slug("-".join(self.settings.values()))
 
     @property
@@ -45,11 +45,11 @@ class GridPoint:
 
 
 def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the published grid `name` (if not empty), with `axes` such as "key=value,value" added or replaced."""
+    """Return the published grid `name` ("" for none), extended and overridden by `axes` such as "key=value,value"."""
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
     for axis in axes:
-        key, equals, joined = axis.partition("=")
-        values = [value.strip() for value in joined.split(",")]
+        key, equals, value_list = axis.partition("=")
+        values = [value.strip() for value in value_list.split(",")]
         if not equals or not key.strip() or not all(values):
             raise InputError(
                 f"--grid-set {axis}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
@@ -72,8 +72,8 @@ def auto_grid(training: TrainingConfig) -> dict[str, list[str]]:
     def values_around(value: float, low_factor: float, high_factor: float) -> list[str]:
         return [f"{value * low_factor:.2g}", f"{value:g}", f"{value * high_factor:.2g}"]
 
-    rates = {"training.learning_rate": values_around(training.learning_rate, 0.5, 2)}
-    return rates if training.steps else {**rates, "training.epochs": values_around(training.epochs, 2 / 3, 4 / 3)}
+    grid = {"training.learning_rate": values_around(training.learning_rate, 0.5, 2)}
+    return grid if training.steps else {**grid, "training.epochs": values_around(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
@@ -90,5 +90,5 @@ def expand(grid: Grid) -> list[GridPoint]:
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 
-def _slug(text: str, allowed: str = "") -> str:
-    return re.sub(rf"[^a-z0-9{re.escape(allowed)}]+", "-", text.lower()).strip("-.")
+def _slug(text: str, other_characters: str = "") -> str:
+    return re.sub(rf"[^a-z0-9{re.escape(other_characters)}]+", "-", text.lower()).strip("-.")

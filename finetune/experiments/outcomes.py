@@ -29,19 +29,19 @@ class Outcome:
     metric: str = ""  # name of the score that chooses the checkpoint
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {set: {score: value}}
     error: RunError | None = None
-    chosen_on: str = ""  # the set that chose the checkpoint, or the fold; trials are compared only on it
-    degenerate: str = ""  # reason why a finished run counts as failed (`trials.degenerate`); "" if it does not
-    data: str = ""  # digest of the training data and of all scored data
-    positive: str = ""  # with two classes: the class that f1 is computed for
+    chosen_on: str = ""  # name of the set whose score chose the checkpoint; trials are compared by this score
+    degenerate: str = ""  # result of `trials.degenerate_reason`
+    data_digest: str = ""  # digest of the training data and of all scored data
+    positive: str = ""  # class whose F1 is computed, if there are two classes
 
     @property
     def is_final(self) -> bool:
-        """True if the same command does not repeat the run; it repeats failed runs, unless they diverged."""
+        """True if the same command would not run the trial again: it succeeded, or it diverged."""
         return self.error is None or isinstance(self.error, DivergedError)
 
     @property
     def score(self) -> float | None:
-        """The `metric` on the set that chose the checkpoint; None for a failed run, or if no set chose it."""
+        """Value of `metric` on the set `chosen_on`; None if the trial failed or had no such set."""
         return self.scores.get(self.chosen_on, {}).get(self.metric)
 
 
@@ -78,8 +78,8 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
     }
 
 
-def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """Return the error of a command if runs failed: of the class of their errors, or `MachineError` if these differ."""
+def combined_error(outcomes: Sequence[Outcome | None]) -> RunError | None:
+    """Return one error for all failed runs, of their class or, if classes differ, `MachineError`; None without any."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None

@@ -18,7 +18,7 @@ from pretrain.common.wording import counted, score_title, shown_scores
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MAX_REMARK = 90  # maximum length of the reason why a run failed
+_MAX_REMARK = 90  # maximum number of characters shown of the reason why a run failed
 
 
 def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
@@ -54,11 +54,11 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
     """Count the runs: all, done with scores, failed, degenerate (which are also done), and still to run."""
     finished = [outcome for outcome in outcomes if outcome]
-    failed = sum(outcome.error is not None for outcome in finished)
+    num_failed = sum(outcome.error is not None for outcome in finished)
     return {
         "runs": len(outcomes),
-        "done": len(finished) - failed,
-        "failed": failed,
+        "done": len(finished) - num_failed,
+        "failed": num_failed,
         "degenerate": sum(bool(outcome.degenerate) for outcome in finished),
         "to_run": outcomes.count(None),
     }
@@ -74,18 +74,18 @@ def count_line(outcomes: Sequence[Outcome | None]) -> str:
 
 
 def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
-    """Return a table of the candidates with their ranking score, best first; a single candidate has all its scores."""
+    """Return a table of the candidates and the scores that rank them, best first; of one candidate, show all scores."""
     candidates = [candidate for group in ranked for candidate in group]
-    statistics = ["mean", "std", "min", "max"] if any(len(each.runs) > 1 for each in candidates) else ["value"]
-    first = ["config"] if len(ranked) > 1 else []
-    headings = [*first, *(axis.rpartition(".")[2] for axis in candidates[0].point.settings), "score"]
+    statistics = ["mean", "std", "min", "max"] if any(len(item.outcomes) > 1 for item in candidates) else ["value"]
+    config_heading = ["config"] if len(ranked) > 1 else []
+    headings = [*config_heading, *(axis.rpartition(".")[2] for axis in candidates[0].point.settings), "score"]
     table, notes = _table([*headings, *statistics], num_left=len(headings)), list[str]()
     for candidate in candidates:
         is_best = any(len(group) > 1 and group[0] is candidate for group in ranked)
-        settings = [*([candidate.base.name] if first else []), *candidate.point.settings.values()]
-        if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
+        settings = [*([candidate.base.name] if config_heading else []), *candidate.point.settings.values()]
+        if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.outcomes.values())))):
             notes.append(f"{', '.join(settings) or candidate.base.name}: {remarks}")
-        for heading, spread in _scores(candidate, show_all=len(candidates) == 1):
+        for heading, spread in _score_statistics(candidate, show_all=len(candidates) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
             table.add_row(*settings, heading, *cells, style="bold" if spread and is_best else "")
@@ -104,22 +104,22 @@ def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
 
 
 def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
-    """Return table 1 of the BERT paper (Devlin et al. 2019) with a new row: means over the runs of each task."""
+    """Return table 1 of the BERT paper (Devlin et al. 2019) with a new row `name`: means over the runs of each task."""
     means = {
         task: {
             split: {score: spread.mean for score, spread in scores.items()}
-            for split, scores in spreads(candidate.runs.values()).items()
+            for split, scores in spreads(candidate.outcomes.values()).items()
         }
         for task, candidate in best.items()
     }
     return glue.table_rows(means, name=name)
 
 
-def write_submission(best: Mapping[str, Path], folder: Path) -> None:
-    """Write the files for GLUE's site from each task's run folder, which has the predictions of its test sets."""
+def write_submission(run_folders: Mapping[str, Path], folder: Path) -> None:
+    """Write the files for GLUE's site to `folder`, from the test predictions in each task's run folder."""
     file_names = []
-    for task, run in best.items():
-        files = {split: run / PREDICTIONS / f"{split}.jsonl" for split in glue.TASKS[task].test}
+    for task, run_folder in run_folders.items():
+        files = {split: run_folder / PREDICTIONS / f"{split}.jsonl" for split in glue.TASKS[task].test}
         rows = {
             split: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             for split, path in files.items()
@@ -127,17 +127,17 @@ def write_submission(best: Mapping[str, Path], folder: Path) -> None:
         }
         file_names += [path.name for path in glue.write_submission(task, rows, folder)]
     print(f"{folder}: {', '.join(file_names) or 'nothing, since there are no test sets'}")
-    if missing := [task.title for name, task in glue.TASKS.items() if name not in best]:
+    if missing := [task.title for name, task in glue.TASKS.items() if name not in run_folders]:
         print(f"  GLUE's site needs all tasks; missing: {', '.join(missing)}")
 
 
-def _scores(candidate: Candidate, *, show_all: bool) -> Iterator[tuple[str, Spread | None]]:
-    """Yield (heading, statistics) of the ranking score or, with `show_all`, of every score."""
-    example = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
+def _score_statistics(candidate: Candidate, *, show_all: bool) -> Iterator[tuple[str, Spread | None]]:
+    """Yield (heading, statistics) of the score that ranks candidates or, with `show_all`, of every score."""
+    example = next((outcome for outcome in candidate.outcomes.values() if outcome and outcome.scores), Outcome())
     if not show_all or not example.scores:
         yield f"{example.chosen_on} {score_title(example.metric, example.positive)}".strip(), candidate.spread
         return
-    statistics = spreads(candidate.runs.values())
+    statistics = spreads(candidate.outcomes.values())
     for split, scores in example.scores.items():
         names = shown_scores(scores, example.metric)
         for name in sorted(names, key=lambda score: score != example.metric):

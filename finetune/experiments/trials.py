@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.workers.request import TrialRequest
 from cluster.workers.trials import run_trials
-from finetune.experiments.outcomes import Outcome, Trial, failure
+from finetune.experiments.outcomes import Outcome, Trial, combined_error
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.saved import MODEL
@@ -64,7 +64,7 @@ def run_all(
     parallel: int,
     on_result: Callable[[list[Outcome | None]], None],
 ) -> list[Outcome | None]:
-    """Run the unfinished trials, and print a line for each result. After a stop, missing outcomes are None.
+    """Run the unfinished trials, print a line for each result, and return all outcomes; after a stop, some are None.
 
     The trials belong to `configs`. Ray's log and the stop file are in the folder of the first config. `on_result` is
     called with all outcomes after each trial. `parallel` is passed on to `cluster.workers.trials.run_trials`.
@@ -86,15 +86,15 @@ def run_all(
         for index in pending:
             _prepare(trials[index].config)
         if pending:
-            _run(configs[0], trials, outcomes, pending, parallel, on_result)
+            _run_pending(configs[0], trials, outcomes, pending, parallel, on_result)
     return outcomes
 
 
 def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
-    """Raise the error of a command if some of its runs, in or below `folder`, were stopped or failed."""
+    """Raise an error if some of the runs in or below `folder` were stopped or failed."""
     if unfinished := outcomes.count(None):
         raise StoppedError(f"{folder}: stopped with {counted(unfinished, 'run')} unfinished.").again()
-    if error := failure(outcomes):
+    if error := combined_error(outcomes):
         raise error
 
 
@@ -102,7 +102,7 @@ def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
     with preflight.checked_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
         if checkpoint_names(config.folder):
-            runs.check_same(config, finished=False)  # it continues without --resume
+            runs.check_same_settings(config, finished=False)  # trials always resume
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -123,25 +123,25 @@ def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
 
 
 def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
-    """Replace `auto` by one common precision for all trials, so that their scores are comparable.
+    """Replace the precision `auto` by the same precision in all trials, so that their scores are comparable.
 
     On a cluster, whose nodes may differ, the first trial that starts determines the precision for later calls.
     """
-    started = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
-    if not any(trial.config.engine.precision == "auto" for trial in started):
-        return started
-    pairs = zip(started, trials, strict=True)
-    resolved = (trial.config.engine for trial, old in pairs if trial.config.engine != old.config.engine)
-    chosen: Precision | None = next((engine.resolved_precision for engine in resolved), None)
+    with_recorded = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
+    if not any(trial.config.engine.precision == "auto" for trial in with_recorded):
+        return with_recorded
+    pairs = zip(with_recorded, trials, strict=True)
+    recorded = (trial.config.engine for trial, old in pairs if trial.config.engine != old.config.engine)
+    chosen: Precision | None = next((engine.resolved_precision for engine in recorded), None)
     if chosen is None:
         if config.scheduling.address:  # training runs on other machines
-            return started
+            return with_recorded
         chosen = choose_local_precision().precision
     return [
         replace(trial, config=with_precision(trial.config, chosen))
         if trial.config.engine.precision == "auto"
         else trial
-        for trial in started
+        for trial in with_recorded
     ]
 
 
@@ -161,16 +161,16 @@ def read_outcome(trial: Trial) -> Outcome | None:
         names = ("metric", "scores", "chosen_on", "details", "data")
         metric, scores, chosen_on, details, data = _read_values(folder / SCORES, *names)
         positive = next(iter(details.values()), {}).get("positive", "")
-        reason, chosen_on = degenerate(details), "fold" if trial.config.fold else chosen_on
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data=data, positive=positive)
+        reason, chosen_on = degenerate_reason(details), "fold" if trial.config.fold else chosen_on
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=data, positive=positive)
     else:
         return None
-    runs.check_same(trial.config, finished=True)
+    runs.check_same_settings(trial.config, finished=True)
     return outcome
 
 
-def degenerate(details: dict[str, Any]) -> str:
-    """Return why a finished run counts as failed (Mosbach et al. 2021, section 3); "" if it does not.
+def degenerate_reason(details: dict[str, Any]) -> str:
+    """Return the reason why a finished run counts as failed (Mosbach et al. 2021, section 3); "" if it does not.
 
     `details` is {set: details}. A single-label classifier has failed if its accuracy on the first held-out set is not
     above the share of the most frequent class.
@@ -196,7 +196,7 @@ def outcome_line(label: str, outcome: Outcome) -> str:
     return "  ".join(filter(None, [label, score, outcome.degenerate]))
 
 
-def _run(
+def _run_pending(
     config: FinetuneConfig,
     trials: Sequence[Trial],
     outcomes: list[Outcome | None],
@@ -204,7 +204,7 @@ def _run(
     parallel: int,
     on_result: Callable[[list[Outcome | None]], None],
 ) -> None:
-    """Run the pending trials, and fill in their outcomes; after a stop, some stay None."""
+    """Run the trials with the indices `pending`, and fill in their outcomes; after a stop, some remain None."""
     stop_file = config.folder / STOP_FILE
     stopping = False
 
@@ -213,8 +213,8 @@ def _run(
         for index, error in ((pending[position], error) for position, error in results.items()):
             if not isinstance(error, StoppedError):
                 outcome = outcomes[index] = _record_outcome(trials[index], error)
-                count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
-                print(f"  {count}  {outcome_line(trials[index].label, outcome)}", flush=True)
+                progress = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
+                print(f"  {progress}  {outcome_line(trials[index].label, outcome)}", flush=True)
                 on_result(outcomes)
         if not stopping and stop_file.exists():
             stopping = True
@@ -234,7 +234,8 @@ def _run(
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})  # unreported ends
+        # Trials that ended without a report.
+        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:
@@ -253,13 +254,13 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
     """Raise `InputError` if the data of a finished run have changed since, so that scores are not comparable."""
     digests: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
-        if outcome is None or not outcome.data:
+        if outcome is None or not outcome.data_digest:
             continue
         config = trial.config
         key = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
         if key not in digests:
-            digests[key] = runs.digest(config)
-        if digests[key] != outcome.data:
+            digests[key] = runs.current_data_digest(config)
+        if digests[key] != outcome.data_digest:
             raise InputError(
                 f"{config.folder}: the files of {config.task_name} have changed since this run was trained and scored. "
                 "Restore the files, choose another name or run_dir, or remove the folder."

@@ -2,7 +2,7 @@
 
 A sentence is scored by its pseudo-log-likelihood (Salazar et al. 2020, "Masked Language Model Scoring", section 2.1):
 each token is masked separately, and the log probabilities of the true tokens are summed, without special tokens. A pair
-is correct if the acceptable sentence scores higher; a tie is not.
+is correct if the acceptable sentence scores higher; a tie counts as wrong.
 """
 
 import json
@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 
 NAME = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # keys of each JSON line
-MAX_TOKENS = 1 << 18  # the masked copies of a batch may exceed this by one sentence
+MAX_TOKENS = 1 << 18  # tokens in the masked copies of a batch; its last sentence may exceed this number
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
-    names: set[tuple[str, str]] = set()  # (UID, linguistics term)
+    labels: set[tuple[str, str]] = set()  # (UID, linguistics term); all lines must have the same
     with file.open("rb") as lines:
         for line_number, line in enumerate(lines, 1):
             if not line.strip():
@@ -122,13 +122,13 @@ def _read_paradigm(file: Path, limit: int) -> Paradigm:
                     f"{file}: line {line_number} is not a BLiMP pair ({type(error).__name__}: {error}). Expected JSON "
                     f"in UTF-8 with the keys {', '.join(_KEYS)}."
                 ) from None
-            names.add((uid, term))
-            if len(names) > 1:
+            labels.add((uid, term))
+            if len(labels) > 1:
                 raise InputError(f"{file}: line {line_number} has another UID or term. Give one file for each UID.")
             pairs.append((good, bad))
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")
-    return Paradigm(*names.pop(), tuple(pairs[:limit] if limit else pairs))
+    return Paradigm(*labels.pop(), tuple(pairs[:limit] if limit else pairs))
 
 
 def pseudo_log_likelihoods(
@@ -139,10 +139,10 @@ def pseudo_log_likelihoods(
     Raises `InputError` if a sentence has more tokens than the model has positions.
     """
     encoded = [model.encode(sentence) for sentence in sentences]
-    distinct: dict[bytes, int] = {}  # token ids -> index among the distinct sequences
+    distinct: dict[bytes, int] = {}  # {token ids: index among the distinct sequences}
     indices = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
-    first_with = {index: position for position, index in reversed(list(enumerate(indices)))}
-    copies = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_with.items())]
+    first_position = {index: position for position, index in reversed(list(enumerate(indices)))}
+    copies = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_position.items())]
     num_copies = [len(group) for group in copies]
     scores = np.zeros(len(copies))
     for start, stop in _batches(copies):
@@ -160,7 +160,7 @@ def count_right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], adva
 
 
 def _masked_copies(model: MaskedModel, ids: np.ndarray, is_content: np.ndarray, sentence: str) -> list[MaskedSequence]:
-    """Return, for each token of the sentence, a copy in which only that token is masked."""
+    """Return one copy of the sentence per token, with only this token masked."""
     if len(ids) > model.max_positions:
         raise InputError(
             f"a sentence has {len(ids)} tokens, but the model has {model.max_positions} positions: {sentence[:60]!r}. "
@@ -175,7 +175,7 @@ def _masked_copies(model: MaskedModel, ids: np.ndarray, is_content: np.ndarray, 
 
 
 def _batches(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
-    """Yield the batches to compute, as (start, stop) indices into `copies`."""
+    """Yield each batch as the (start, stop) indices of its sentences in `copies`."""
     start = tokens = 0
     for index, group in enumerate(copies):
         tokens += sum(len(copy.ids) for copy in group)

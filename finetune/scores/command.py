@@ -13,7 +13,7 @@ from finetune.scores.follow import follow
 from finetune.scores.held_out import read_documents
 from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import check_model, write_scores
-from finetune.scores.text_scores import WHY_NOT, text_scores
+from finetune.scores.text_scores import MISSING_REASON, text_scores
 from finetune.scores.view import score_table, write_scores_page
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.common.errors import InputError
@@ -50,8 +50,8 @@ def _measure(folder: Path, released: Released, arguments: argparse.Namespace) ->
     score_names = arguments.text_scores if documents else ()
     with sleep_when_contended():
         for score_name, result in text_scores(model, documents, score_names, arguments.length):
-            if WHY_NOT in result["scores"]:
-                print(f"skipped: {score_name.replace('_', ' ')}: {result['scores'][WHY_NOT]}.", file=sys.stderr)
+            if MISSING_REASON in result["scores"]:
+                print(f"skipped: {score_name.replace('_', ' ')}: {result['scores'][MISSING_REASON]}.", file=sys.stderr)
             yield score_name, result
         if paradigms:
             how = {"data": data_digest(paradigms), "limit": arguments.blimp_limit, "precision": model.precision}

@@ -1,9 +1,9 @@
 """Bits per common word: how well a model predicts frequent words, comparable across vocabularies.
 
 The words are listed in common_words.txt, which never changes. Lower-case occurrences between two spaces are scored:
-each is masked in a passage, and all models get the same passages. Probabilities are normalized over the words of the
-list; a word's probability is the sum over all tokens that spell it: in any case, with or without accents, with or
-without a space before it. So the scores of models with different vocabularies are comparable.
+each is masked in the passage around it, and all models get the same passages. Probabilities are normalized over the
+words of the list. The probability of a word is the sum over all tokens that spell it, in any case, with or without
+accents or a leading space. So the scores of models with different vocabularies are comparable.
 """
 
 import math
@@ -54,13 +54,13 @@ def score_common_words(
     Raises `NoScoreError` if a word is not one token of the vocabulary, or as `sample_words` and `tokenize_passages` do.
     """
     words = common_words() if words is None else words
-    groups, group_of = token_groups(model, words), {word: index for index, word in enumerate(words)}
-    occurrences = sample_words(documents, settings, group_of.__contains__)
+    groups, group_index = token_groups(model, words), {word: index for index, word in enumerate(words)}
+    occurrences = sample_words(documents, settings, group_index.__contains__)
     sequences = []
     for occurrence, (ids, positions) in zip(occurrences, tokenize_passages(model, occurrences), strict=True):
         masked = ids.copy()
         masked[positions] = model.mask_id
-        sequences.append(MaskedSequence(masked, positions, np.array([group_of[occurrence.word]])))
+        sequences.append(MaskedSequence(masked, positions, np.array([group_index[occurrence.word]])))
     with progress_bar("common words", len(sequences)) as advance:
         bits = -model.predict(sequences, advance, groups).log_probabilities / math.log(2)
     return CommonWordScore(float(bits.mean()), float(bits.std() / math.sqrt(len(bits))), len(bits))
@@ -72,9 +72,9 @@ def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
     for word, tokens in zip(words, tokenize_words(model, words), strict=True):
         if len(tokens) != 1 or spell(model.tokenizer.id_to_token(int(tokens[0]))) != word:
             raise NoScoreError(f"the vocabulary lacks {word!r} as a single token")
-    group_of = {word: index for index, word in enumerate(words)}
-    entries = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
-    pairs = [(token, group_of[word]) for token, word in entries if word in group_of]
+    group_index = {word: index for index, word in enumerate(words)}
+    spellings = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
+    pairs = [(token, group_index[word]) for token, word in spellings if word in group_index]
     tokens, groups = np.array(pairs, np.int64).T.copy()
     return TokenGroups(tokens, groups, len(words))
 

@@ -1,6 +1,6 @@
 """Score a run's checkpoints as they are saved: `evaluate-pretrained RUN --follow`, which `pretrain.run.probes` starts.
 
-A due checkpoint is exported, the export is scored like any model, and the scores are appended to probes.jsonl.
+A checkpoint that is due is exported, its export is scored like any model, and the scores are appended to probes.jsonl.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from pretrain.common.run_files import CONFIG_FILE, PROBES
 Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
 _FOLDER = "probes"  # subfolder of the run for the lock and the exported checkpoint
-_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5  # between checks for a new checkpoint, and for the end of a process
-# Name of a score -> the field of its result that is written to probes.jsonl (read by `pretrain.tracking.events`).
+_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5  # intervals of checks for a new checkpoint, and for the end of a process
+# {name of a score: the field of its result that is written to probes.jsonl}; `pretrain.tracking.events` defines these.
 _FIELDS = {common_words.NAME: "bits", whole_words.NAME: "lower", held_out.NAME: "nats_per_token", blimp.NAME: "overall"}
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
     """Score the latest checkpoint whenever it is due, until the run's last one is scored or the process `pid` exits.
 
-    Raises `InputError` if `run` is not a run folder. If another process follows it, waits with `pid`, else raises, too.
+    If another process follows the run already, waits for it if `pid` is given, else raises `InputError`. Also raises
+    `InputError` if `run` is not a run folder.
     """
     if pid is not None:
         threading.Thread(target=_exit_after, args=[pid], name="pid", daemon=True).start()
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
-    refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
-    with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
+    error_message = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
+    with locked(run / _FOLDER / ".lock", "" if pid is not None else error_message):
         drop_records_after(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
         is_last = False
         while not is_last:
@@ -72,26 +73,27 @@ def _exit_after(pid: int) -> None:
 def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     """Score the checkpoint if it is due; return whether it is the run's last one.
 
-    Raises a `RunError` or an `OSError` if the checkpoint is removed first.
+    A checkpoint is due if it is the run's last one, or the first one after a multiple of `interval` steps. Raises a
+    `RunError` or an `OSError` if it is removed before it is exported.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, last_scored = state["config"], max((record["step"] for record in read_records(run, PROBES)), default=0)
     interval = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
-    # The checkpoint's config may have other phases: its parent's if the run is a fork, fewer steps if it was extended.
+    # The phases in the checkpoint's config may be outdated: before a fork, or before steps were added to the run.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
-    is_last, num_due = step >= sum(phase["steps"] for phase in phases), step // interval - last_scored // interval
-    if step > last_scored and (num_due or is_last):
+    is_last, num_intervals = step >= sum(phase["steps"] for phase in phases), step // interval - last_scored // interval
+    if step > last_scored and (num_intervals or is_last):
         averaged = state.get("averaged") or 0
-        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, num_due - 1)})
+        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, num_intervals - 1)})
     return is_last
 
 
-def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, int]) -> None:
+def _score(run: Path, checkpoint: Path, measure: Measure, counts: Mapping[str, int]) -> None:
     model, start = run / _FOLDER / "model", time.time()
     scores, error = dict[str, float](), dict[str, str]()
     shutil.rmtree(model, ignore_errors=True)
     try:
-        hf.export_run(run, model, checkpoint.name, averaged=facts["averaged"] > 0)
+        hf.export_run(run, model, checkpoint.name, averaged=counts["averaged"] > 0)
         for score_name, result in measure(model):
             if (field := _FIELDS[score_name]) in result["scores"]:
                 scores[score_name] = result["scores"][field]
@@ -101,7 +103,7 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
         error = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
         logger.warning("%s", checkpoint.name, exc_info=failure)
     record = {"split": "probe", "step": store.step_of(checkpoint), "time": time.time(), "seconds": time.time() - start}
-    line = json.dumps(with_nulls({**record, **facts, **scores, **error}))
+    line = json.dumps(with_nulls({**record, **counts, **scores, **error}))
     with disk_errors(run / PROBES), append_open(run / PROBES) as file:
         file.write(f"{line}\n".encode())
     print(line, flush=True)

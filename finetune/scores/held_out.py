@@ -4,8 +4,8 @@ White space is normalized to single spaces. A document's tokens are cut into seq
 as in pretraining (Devlin et al. 2019, section 3.1): 15 % of the tokens are chosen; 80 % of these become the mask token,
 10 % a random one. Bits per character are the bits of the chosen tokens divided by their characters: a token's
 characters run from the end of the previous token to its end, so each character, including spaces between words,
-belongs to exactly one token. Even so, they are not comparable between vocabularies: the other tokens of a word stay
-visible, so smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
+belongs to exactly one token. Even so, this score is not comparable between vocabularies: the other tokens of a word
+stay visible, so smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
 
 Shape letters: L tokens in a sequence or a document.
 """
@@ -43,7 +43,7 @@ class HeldOutSettings:
     Attributes:
         length: maximum number of tokens in a sequence, special tokens included.
         share: share of a sequence's tokens to predict.
-        seed: seed of the masks, which depend only on the seed and the document.
+        seed: seed of the masks; the masks of a document depend only on its text and these settings.
     """
 
     length: int = 128
@@ -96,13 +96,13 @@ def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldO
     return _score(model, sequences, len(documents))
 
 
-def read_documents(texts: Sequence[Path]) -> list[str]:
+def read_documents(paths: Sequence[Path]) -> list[str]:
     """Read the documents of files and folders in a fixed order, with single spaces for white space.
 
     Raises `InputError` if a path does not exist or has no text. Errors within files are logged.
     """
     documents: list[str] = []
-    for path in texts:
+    for path in paths:
         num_before, problems = len(documents), Problems()
         for file in files_below(path, problems):
             documents += filter(None, (" ".join(text.split()) for text in documents_of(file, problems)))
@@ -122,7 +122,7 @@ def masked_sequences(
 ) -> Iterator[TextSequence]:
     """Yield the masked sequences of all documents in order; each depends only on its document and the settings."""
     prefix, suffix = enclosing_ids(special_ids)
-    masker = Masker.without_corpus(_vocabulary(tokenizer, special_ids), settings.share, settings.length)
+    masker = Masker.without_corpus(_masking_vocabulary(tokenizer, special_ids), settings.share, settings.length)
     content_length = settings.length - len(prefix) - len(suffix)
     if content_length < 1:
         raise InputError(f"--length: {settings.length} leaves no room for text besides the special tokens. Raise it.")
@@ -139,14 +139,14 @@ def masked_sequences(
 
 
 def _mask(
-    masker: Masker, ids: np.ndarray, ordinary: np.ndarray, characters: np.ndarray, key: np.ndarray
+    masker: Masker, ids: np.ndarray, is_content: np.ndarray, num_characters: np.ndarray, key: np.ndarray
 ) -> TextSequence:
     length = len(ids)
     zeros = np.zeros(length, np.int64)
-    rows = PackedTokens(ids, zeros, np.arange(length), np.array([0, length]), zeros, ordinary)
-    masked = masker.apply(rows, key)
+    packed = PackedTokens(ids, zeros, np.arange(length), np.array([0, length]), zeros, is_content)
+    masked = masker.apply(packed, key)
     sequence = MaskedSequence(masked.input_ids, masked.indices, masked.labels)
-    return TextSequence(sequence, int(characters[masked.indices].sum()), int(ordinary.sum()))
+    return TextSequence(sequence, int(num_characters[masked.indices].sum()), int(is_content.sum()))
 
 
 def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
@@ -159,12 +159,12 @@ def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np
     return np.array(encoded.ids, np.int64), np.diff(ends, prepend=0)
 
 
-def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> MaskingVocabulary:
+def _masking_vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> MaskingVocabulary:
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     special |= set(special_ids.values())
-    ids = tokenizer.get_vocab(with_added_tokens=True)
-    entries = [""] * (max(ids.values()) + 1)
-    for entry, token_id in ids.items():
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    entries = [""] * (max(vocabulary.values()) + 1)
+    for entry, token_id in vocabulary.items():
         entries[token_id] = entry
     unused = {token_id for token_id, entry in enumerate(entries) if not entry}
     edges = WordEdges(np.zeros(len(entries), bool))
@@ -178,18 +178,18 @@ def document_key(document: str, seed: int) -> np.uint64:
 
 
 def _score(model: MaskedModel, sequences: Sequence[TextSequence], num_documents: int) -> HeldOutScore:
-    predictions = sum(len(sequence.masked.labels) for sequence in sequences)
-    if not predictions:
+    num_predictions = sum(len(sequence.masked.labels) for sequence in sequences)
+    if not num_predictions:
         raise InputError("--texts: has no token. Give documents with words.")
-    with progress_bar("held-out text, masked tokens", predictions) as advance:
-        predicted = model.predict([sequence.masked for sequence in sequences], advance)
-    nats, characters = -float(predicted.log_probabilities.sum()), sum(sequence.characters for sequence in sequences)
+    with progress_bar("held-out text, masked tokens", num_predictions) as advance:
+        predictions = model.predict([sequence.masked for sequence in sequences], advance)
+    nats, characters = -float(predictions.log_probabilities.sum()), sum(sequence.characters for sequence in sequences)
     labels = np.concatenate([sequence.masked.labels for sequence in sequences])
     return HeldOutScore(
-        nats_per_token=nats / predictions,
-        accuracy=float(predicted.correct.mean()),
+        nats_per_token=nats / num_predictions,
+        accuracy=float(predictions.correct.mean()),
         bits_per_character=nats / math.log(2) / max(1, characters),
-        predictions=predictions,
+        predictions=num_predictions,
         characters=characters,
         unknown=float((labels == model.unknown_id).mean()),
         tokens=sum(sequence.tokens for sequence in sequences),

@@ -24,7 +24,7 @@ from pretrain.common.transfers import PendingCopy, arrivals, to_host
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
-Advance = Callable[[int], None]  # reports progress: called with the number of predictions since the last call
+Advance = Callable[[int], None]  # reports progress: called with the number of items finished since the last call
 
 BATCH_TOKENS = 8192  # maximum number of tokens per forward pass
 _MAX_LOGITS = 1 << 25  # maximum number of logits per forward pass, 128 MiB in fp32
@@ -75,7 +75,7 @@ class MaskedModel:
         released: the model in `folder`, if it has been read already.
 
     Attributes:
-        precision: the argument `precision`.
+        precision: fp32 or bf16.
         tokenizer: tokenizer of the `tokenizers` library, without truncation and padding; "[MASK]" and
             other special tokens in a document are tokenized like words, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
@@ -128,18 +128,18 @@ class MaskedModel:
         advance: Advance = lambda count: None,
         groups: TokenGroups | None = None,
     ) -> Predictions:
-        """Predict the masked tokens. Which sequences share a forward pass affects only rounding.
+        """Predict the masked tokens. The result does not depend on the batching, except for rounding.
 
         With `groups`, labels are indices of groups, and probabilities are normalized over all groups.
         """
         counts = np.array([len(sequence.masked_positions) for sequence in sequences], np.int64)
         starts = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(starts[-1]), np.zeros(starts[-1], bool)
-        copies = (
+        pending = (
             (members, self._forward([sequences[index] for index in members], groups))
             for members in self._batches(sequences, counts)
         )
-        for members, scores_2K in arrivals(copies):
+        for members, scores_2K in arrivals(pending):
             indices = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
             log_probabilities[indices], correct[indices] = scores_2K.numpy()
             advance(len(indices))
@@ -160,7 +160,7 @@ class MaskedModel:
             yield members
 
     def _forward(self, sequences: Sequence[MaskedSequence], groups: TokenGroups | None) -> PendingCopy:
-        """Return the two arrays of `Predictions` for these sequences, fp64 [2, K]."""
+        """Return `log_probabilities` and `correct` of `Predictions` for these sequences, fp64 [2, K]."""
         batch = masked_batch(sequences).to(self._device)
         with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()

@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
 
-_OUT = "runs/scores"
+_DEFAULT_OUT = "runs/scores"
 _TEXT_SCORES = ("common_words", "whole_words", "held_out")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --texts held-out.txt --blimp blimp/data
@@ -25,9 +25,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=parse_path,
-        default=_OUT,
+        default=_DEFAULT_OUT,
         metavar="DIR",
-        help=f"folder for the results of all models (default: {_OUT})",
+        help=f"folder for the results of all models (default: {_DEFAULT_OUT})",
     )
     purpose = "score each checkpoint that the run MODEL saves, until its last, and append to its probes.jsonl"
     add_follow(parser, f"{purpose} (as evaluation.probes does)")
@@ -38,17 +38,17 @@ def add_to(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise `InputError` for options without effect, and for paths that do not exist."""
-    texts, follows = bool(arguments.texts), arguments.follow
-    if not (texts or arguments.blimp):
+    has_texts, follows = bool(arguments.texts), arguments.follow
+    if not (has_texts or arguments.blimp):
         raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")
     if (arguments.out / CONFIG_FILE).exists():
         raise InputError(f"--out: {arguments.out} is a run folder; its {SCORES} would change. Give another folder.")
     effects = {
-        "--length": (arguments.length, texts, "without --texts"),
-        "--text-scores": (arguments.text_scores != _TEXT_SCORES, texts, "without --texts"),
+        "--length": (arguments.length, has_texts, "without --texts"),
+        "--text-scores": (arguments.text_scores != _TEXT_SCORES, has_texts, "without --texts"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "without --blimp"),
         "--pid": (arguments.pid, follows, "without --follow"),
-        "--out": (str(arguments.out) != _OUT, not follows, "with --follow, which writes into the run"),
+        "--out": (str(arguments.out) != _DEFAULT_OUT, not follows, "with --follow, which writes into the run"),
         "--name": (arguments.name, not follows, "with --follow, which writes into the run"),
     }
     check_effects(effects)

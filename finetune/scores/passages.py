@@ -30,7 +30,7 @@ class PassageSettings:
 
     Attributes:
         characters: maximum number of characters around the word, half before and half after it. 192 are about 50
-            tokens; the longest of 80,000 passages had 112, with vocabularies of 2,000 tokens or more.
+            tokens; the longest of 80,000 passages had 112 tokens, with vocabularies of 2,000 tokens or more.
         words: maximum number of words to score, the ones with the lowest hash of document, position and seed.
         seed: seed of the hash.
     """
@@ -69,7 +69,7 @@ def all_words(documents: Iterable[str]) -> Iterator[str]:
 
 
 def sample_words(documents: Sequence[str], settings: PassageSettings, keep: Callable[[str], bool]) -> list[Occurrence]:
-    """Choose occurrences of the words for which `keep` is true, in document order; depends only on the arguments.
+    """Choose occurrences of words for which `keep` returns True; return them in document order.
 
     Raises `NoScoreError` if there are none.
     """
@@ -96,7 +96,7 @@ def _occurrence(document: str, start: int, end: int, radius: int) -> Occurrence:
     """Return the word with its passage: the whole words within `radius` characters before and after it."""
     left, right = max(0, start - radius), min(len(document), end + radius)
     if left:
-        left = document.index(" ", left - 1) + 1  # unchanged if a word starts there
+        left = document.index(" ", left - 1) + 1  # the same position if a word starts there
     if right < len(document):
         right = document.rindex(" ", 0, right + 1)
     return Occurrence(document[left:right], start - left, end - left)
@@ -119,7 +119,7 @@ def tokenize_passages(model: MaskedModel, occurrences: Sequence[Occurrence]) -> 
 
 
 def _overlapping_tokens(offsets: Sequence[tuple[int, int]], start: int, end: int) -> np.ndarray:
-    """Return the indices of the tokens that overlap [start, end), int64 [K]; a token may begin with a space."""
+    """Return the indices of the tokens that overlap [start, end), int64 [K]; the first may start with a space."""
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     return np.flatnonzero((ends > start) & (starts < end))
 

@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 from pretrain.common.run_files import SCORES
 
-MODEL = "model"  # key of a model's description, next to its scores
+MODEL = "model"  # key of the model's description in its entry; the other keys are names of scores
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
@@ -38,9 +38,9 @@ def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any])
 def check_model(out: Path, model: Mapping[str, Any]) -> None:
     """Raise `InputError` if `out` has scores of a different model with the same name, or its scores.json is damaged."""
     for entry in read_models(out):
-        scored = entry[MODEL]
-        if scored["name"] == model["name"] and scored["fingerprint"] != model["fingerprint"]:
+        recorded = entry[MODEL]
+        if recorded["name"] == model["name"] and recorded["fingerprint"] != model["fingerprint"]:
             raise InputError(
-                f"{out / SCORES}: has scores of another model named {scored['name']} ({scored['folder']}, or an older "
-                "version of it). Give another --name or --out."
+                f"{out / SCORES}: has scores of another model named {recorded['name']} ({recorded['folder']}, or an "
+                "older version of it). Give another --name or --out."
             )

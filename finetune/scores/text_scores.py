@@ -11,7 +11,7 @@ from finetune.scores.masked_model import MaskedModel, text_digest
 from finetune.scores.passages import NoScoreError, PassageSettings
 from finetune.scores.whole_words import score_whole_words
 
-WHY_NOT = "why_not"  # key of the reason for a missing score
+MISSING_REASON = "why_not"  # key, in a score's values, of the reason why it could not be computed
 
 # {name: (scoring function, its settings)}
 _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -27,7 +27,7 @@ def text_scores(
     """Compute the scores in `names` one after another, with progress on stderr.
 
     Yields (name, {"how": settings, "scores": values}). The values are the fields of the score's class, or only
-    `WHY_NOT` if the vocabulary lacks a word or the documents have no word to score.
+    `MISSING_REASON` if the vocabulary lacks a word or the documents have no word to score.
 
     Args:
         documents: from `read_documents`.
@@ -38,11 +38,11 @@ def text_scores(
     """
     digest = text_digest(*documents)
     for name in names:
-        measure, settings = _SCORES[name]
+        score, settings = _SCORES[name]
         if name == held_out.NAME:
             settings = replace(settings, length=length or min(settings.length, model.max_positions))
         try:
-            scores = asdict(measure(model, documents, settings))
+            scores = asdict(score(model, documents, settings))
         except NoScoreError as error:
-            scores = {WHY_NOT: str(error)}
+            scores = {MISSING_REASON: str(error)}
         yield name, {"how": {"texts": digest, **asdict(settings), "precision": model.precision}, "scores": scores}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.scores import blimp, common_words, held_out, whole_words
 from finetune.scores.record import MODEL
-from finetune.scores.text_scores import WHY_NOT
+from finetune.scores.text_scores import MISSING_REASON
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ _TITLES = {
     held_out.NAME: "held-out text",
     blimp.NAME: "BLiMP",
 }
-# Name of a score -> {format of the cells of a row: title of the row}
-_FORMS = {
+# {name of a score: {format of the cells in a row: title of the row}}
+_ROW_FORMATS = {
     common_words.NAME: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
     whole_words.NAME: {"{lower:.4f} to {upper:.4f}": "whole words, bits per character (bounds)"},
     held_out.NAME: {
@@ -35,12 +35,12 @@ _MISSING = "–"
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return (title, one cell per model) of each row; scores with different settings are in different rows."""
+    """Return (title, one cell per model) of each row; scores with different settings are in separate rows."""
     rows: dict[tuple[str, str], list[str]] = {}
     for score_name in _TITLES:
         for column, model in enumerate(models):
             how = json.dumps(model.get(score_name, {}).get("how"), sort_keys=True)
-            for title, value in _values(score_name, _scores(model, score_name)):
+            for title, value in _cells(score_name, _scores(model, score_name)):
                 rows.setdefault((title, how), [_MISSING] * len(models))[column] = value
     return [(title, values) for (title, _), values in rows.items()]
 
@@ -48,10 +48,10 @@ def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]
 def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the reasons why models lack requested scores."""
     return [
-        f"{title}, {model[MODEL]['name']}: no score, {_scores(model, score_name)[WHY_NOT]}"
+        f"{title}, {model[MODEL]['name']}: no score, {_scores(model, score_name)[MISSING_REASON]}"
         for score_name, title in _TITLES.items()
         for model in models
-        if WHY_NOT in _scores(model, score_name)
+        if MISSING_REASON in _scores(model, score_name)
     ]
 
 
@@ -90,17 +90,17 @@ def _scores(model: Mapping[str, Any], score_name: str) -> dict[str, Any]:
     return model.get(score_name, {}).get("scores", {})
 
 
-def _values(score_name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (title of a row, cell) for one model."""
-    if WHY_NOT in scores or not scores:
+def _cells(score_name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (title of the row, cell) of one score of one model."""
+    if MISSING_REASON in scores or not scores:
         return
     if score_name == blimp.NAME:
         yield "BLiMP, all paradigms", f"{scores['overall']:.4f}"
         for name, value in scores["phenomena"].items():
             yield f"  {_readable(name)}", f"{value:.4f}"
     else:
-        for form, title in _FORMS[score_name].items():
-            yield title, form.format(**scores)
+        for cell_format, title in _ROW_FORMATS[score_name].items():
+            yield title, cell_format.format(**scores)
 
 
 def _readable(name: str) -> str:
@@ -108,7 +108,7 @@ def _readable(name: str) -> str:
 
 
 def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return facts about a model: its description, then the settings and values of each score."""
+    """Return (name, value) of each fact: the model's description, then the settings and values of each score."""
     facts = [(_readable(name), str(value)) for name, value in model[MODEL].items()]
     for score_name, title in _TITLES.items():
         numbers = {name: value for name, value in _scores(model, score_name).items() if isinstance(value, int | float)}

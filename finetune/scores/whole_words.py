@@ -2,8 +2,8 @@
 
 The cost of a word of several tokens follows the chain rule: each token is predicted with the earlier ones revealed and
 the later ones masked. But the number of masks reveals the number of tokens, which helps models with small vocabularies
-more. So the lower bound omits the cost of this number, and the upper bound adds it: -log2 of its share among all words
-of the same documents (a code that every model could use). The true cost is between the two.
+more. So the lower bound omits the cost of this number, and the upper bound adds it: -log2 of the share of words with
+this number of tokens in the documents (a code that every model could use). The true cost is between the bounds.
 """
 
 import math
@@ -33,7 +33,7 @@ class WholeWordScore:
 
     Attributes:
         lower: bits per character if the number of tokens in each word is known.
-        upper: `lower` plus the cost of these numbers; the true value is between the bounds.
+        upper: `lower` plus the cost of coding these numbers; the true value is between the bounds.
         standard_error: standard error of `upper` over the scored words.
         words: number of scored words.
         tokens: number of tokens in the scored words.
@@ -53,22 +53,20 @@ def score_whole_words(model: MaskedModel, documents: Sequence[str], settings: Pa
     """
     occurrences = sample_words(documents, settings, lambda word: True)
     tokens = tokenize_passages(model, occurrences)
-    counts = np.array([len(positions) for _, positions in tokens])
+    num_tokens = np.array([len(positions) for _, positions in tokens])
     sequences = [sequence for word in tokens for sequence in _chain_rule_sequences(word, model.mask_id)]
     with progress_bar("whole words, tokens", len(sequences)) as advance:
         token_bits = -model.predict(sequences, advance).log_probabilities / math.log(2)
-    lower_bits = np.add.reduceat(token_bits, counts.cumsum() - counts)
-    upper_bits = lower_bits + _token_count_bits(model, documents)[counts]
+    lower_bits = np.add.reduceat(token_bits, num_tokens.cumsum() - num_tokens)
+    upper_bits = lower_bits + _token_count_bits(model, documents)[num_tokens]
     characters = np.array([len(occurrence.word) + _SPACE for occurrence in occurrences])
-    upper = upper_bits.sum() / characters.sum()
-    error = (upper_bits - upper * characters).std() * math.sqrt(len(upper_bits)) / characters.sum()
-    return WholeWordScore(
-        float(lower_bits.sum() / characters.sum()), float(upper), float(error), len(occurrences), int(counts.sum())
-    )
+    lower, upper = lower_bits.sum() / characters.sum(), upper_bits.sum() / characters.sum()
+    standard_error = (upper_bits - upper * characters).std() * math.sqrt(len(upper_bits)) / characters.sum()
+    return WholeWordScore(float(lower), float(upper), float(standard_error), len(occurrences), int(num_tokens.sum()))
 
 
 def _chain_rule_sequences(word: WordTokens, mask_id: int) -> Iterator[MaskedSequence]:
-    """Yield a sequence for each token of the word, in which this token and the later ones are masked."""
+    """Yield a sequence for each token of the word, with this token and the later ones masked."""
     ids, positions = word
     for index, position in enumerate(positions):
         masked = ids.copy()

@@ -44,10 +44,10 @@ def train(
     Arguments and errors are as in `pretrain.train`, but `config` is a fine-tuning config.
     """
 
-    def check(config: FinetuneConfig, alone: bool) -> int | None:
+    def check(config: FinetuneConfig, in_process: bool) -> int | None:
         if runs.is_finished(config, resume):
             return None
-        plan = runs.plan(config, alone)
+        plan = runs.plan(config, in_process)
         print(runs.describe_start(config, plan))
         return plan.steps
 

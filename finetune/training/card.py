@@ -18,7 +18,7 @@ from pretrain.config import ModelConfig
 _MAX_CLASSES = 20  # a larger confusion matrix is not shown in full
 _MAX_CONFUSIONS = 20  # maximum number of confusions to list instead
 
-# {layout: name}, for layouts whose name differs from the family of the model that they contain.
+# {layout: name of the model in the card}, for layouts that are not named after a `model.family`.
 _LAYOUT_NAMES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
     "sequence": "text-classification",
@@ -40,11 +40,11 @@ class CardFacts:
     """Facts about a trained model for its card.
 
     Attributes:
-        step: training step of the weights.
-        chosen_on: the set that selected that step and tuned the task; "" for none.
+        step: training step at which the weights were saved.
+        chosen_on: name of the set that selected this step and tuned the task; "" if there was none.
         examples: number of examples of each set; the training set is "train".
         scores, details: the task's scores and details for each labeled dev and test set.
-        temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 for none.
+        temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 if there is none.
         unsupported: model settings that no released layout supports; "" if the model has a released layout.
         brings_code: whether the folder includes code, which transformers runs with `trust_remote_code`.
     """
@@ -65,7 +65,7 @@ class CardFacts:
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:
     """Render the card as Markdown."""
     scores = facts.scores
-    repeated = config.repeated_sets()
+    repeated_sets = config.repeated_sets()
     metadata = _metadata(config, task, facts)
     return _template().render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
@@ -74,8 +74,8 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         facts=facts,
         family=_LAYOUT_NAMES.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
-        untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
-        remarks=[repeated_remark(*pair) for pair in repeated],
+        untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated_sets))],
+        remarks=[repeated_remark(*pair) for pair in repeated_sets],
         sets=[
             (name, f"{config.fold} of train" if name == "fold" else task.origin(name), count)
             for name, count in facts.examples.items()
@@ -92,7 +92,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
 
 
 def repeated_remark(name: str, earlier: str) -> str:
-    """Return the remark, for terminal and card, that the set `name` is the same file as `earlier`."""
+    """Return the remark that the set `name` is the same file as the set `earlier`, for the terminal and the card."""
     use = "trained the model" if earlier == "train" else "selected the checkpoint"
     return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalization."
 
@@ -124,7 +124,7 @@ def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict
 
 
 def _hub_name(folder: str) -> str | None:
-    """Return the Hub name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
+    """Return the Hub name of a model in the Hub cache (.../models--google-bert--bert-base-uncased/snapshots/86b...)."""
     match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(Path(folder).absolute()))
     return match and match[1].replace("--", "/")
 

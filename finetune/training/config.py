@@ -60,11 +60,11 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 
 _PRESET_IF_ZERO = ("examples_per_step", "learning_rate", "epochs")  # settings for which 0 means the preset's value
 
-# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and hidden size: smaller models need higher rates; decision 0155.
+# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and hidden size; smaller models need higher rates (decision 0155).
 _BASE_RATE, _BASE_HIDDEN = 3e-5, 768
 _MIN_RATE, _MAX_RATE = 1e-5, 1e-3
-_EPOCHS, _MAX_EPOCHS = 3.0, 20.0
-_MIN_STEPS = 300  # if `_EPOCHS` have fewer steps, train for more epochs, at most `_MAX_EPOCHS`
+_MIN_EPOCHS, _MAX_EPOCHS = 3.0, 20.0
+_MIN_STEPS = 300  # if `_MIN_EPOCHS` have fewer steps, train for more epochs, at most `_MAX_EPOCHS`
 
 
 class TrainingConfig(Section):
@@ -130,7 +130,7 @@ class FinetuneEvaluationConfig(Section):
     )
 
 
-class _Start(RunConfig):
+class _BaseConfig(RunConfig):
     start_from: Location = Field(
         default="",
         description="Folder or address of the checkpoint to start from: a released one, an export or a run. --from "
@@ -157,9 +157,7 @@ class _Start(RunConfig):
     @field_validator("task")
     @classmethod
     def _check_kind(cls, task: Any) -> Any:
-        if isinstance(
-            task, dict
-        ):  # else it is a section of the type from `extended_class`, whose kind has been checked
+        if isinstance(task, dict):  # else it is a section created by `extended_class`, after this check
             try:
                 check_name(str(task.get("kind", "")))
             except ValueError as error:
@@ -189,9 +187,9 @@ def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
     return task.settings_type | None, Field(default=None, description=description)
 
 
-# A section for each task of the registry.
+# {name of a section: its field}, one for each task of the registry.
 _SECTIONS: dict[str, Any] = {task.kind: _section_field(task) for task in registry.TASKS}
-_WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
+_WithTask = create_model("_WithTask", __base__=_BaseConfig, **_SECTIONS)
 
 
 class FinetuneConfig(_WithTask):
@@ -255,8 +253,8 @@ class FinetuneConfig(_WithTask):
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
         """Create the task that the config describes; `state` is its saved state in a trained model."""
         settings = self.task_settings
-        kind = registry.custom_task(self.task["kind"]) if self.task else None
-        task = kind(settings, state) if kind else registry.make_task(settings, state)
+        custom = registry.custom_task(self.task["kind"]) if self.task else None
+        task = custom(settings, state) if custom else registry.make_task(settings, state)
         if self.fold:
             number, _, count = self.fold.partition("/")
             task.fold = int(number), int(count)
@@ -279,17 +277,17 @@ class FinetuneConfig(_WithTask):
         return repeated
 
     def filled(self, hidden: int, examples: int) -> FinetuneConfig:
-        """Return the config with missing values for learning rate and epochs chosen by hidden size and training set.
+        """Return the config with the missing values of learning rate and epochs.
 
-        The rate is BERT-Base's, divided by the square of the relative hidden size. Small training sets get more epochs,
-        so that training has enough steps.
+        The rate is BERT-Base's, divided by the square of the ratio of hidden sizes. Small training sets get more
+        epochs, so that training has enough steps.
         """
         training = self.training
         rate = _BASE_RATE * (_BASE_HIDDEN / hidden) ** 2
         epochs = _MIN_STEPS * training.examples_per_step / max(1, examples)
         values = {
             "learning_rate": training.learning_rate or float(f"{min(max(rate, _MIN_RATE), _MAX_RATE):.1e}"),
-            "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MAX_EPOCHS), 1),
+            "epochs": training.epochs or round(min(max(epochs, _MIN_EPOCHS), _MAX_EPOCHS), 1),
         }
         return self.model_copy(update={"training": training.model_copy(update=values)})
 

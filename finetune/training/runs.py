@@ -27,7 +27,8 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-# Training was too short if the last loss is below _MAX_RATIO of the loss before, and above _MIN_RATIO of the first.
+# Training was too short if the mean loss of its last fifth is below _MAX_RATIO times the mean of the fifth before, and
+# above _MIN_RATIO times the first loss.
 _MAX_RATIO, _MIN_RATIO = 0.93, 0.2
 _MAX_INTERVAL = 0.1  # width of a score's confidence interval for about 250 examples at an accuracy of 0.8
 
@@ -37,16 +38,16 @@ class FinetunePlan:
     """Facts about a run before it trains."""
 
     examples: int  # number of training examples
-    units: int  # number of examples or, if the model does not combine the windows of an example, of windows
+    units: int  # number of examples or, if the windows of an example are not combined, of windows
     tokens: int  # number of tokens in all training examples; 0 if they are not tokenized before training
     held_out: dict[str, int]  # number of examples of each held-out set
     labels: tuple[str, ...]
     steps: int
-    short: bool  # result of `is_short`
-    key_mapping: str  # `start_table`, then warnings about lengths
+    is_short: bool  # whether the training is too short for compilation (`start.is_short`)
+    key_mapping: str  # `start_table` and, on further lines, warnings about lengths
     family: str
     parameters: int  # number of parameters of the encoder
-    model: ModelConfig  # model section of the checkpoint
+    model: ModelConfig  # shape of the encoder
 
 
 # ---------------------------------------------------------------- checked before the start
@@ -56,7 +57,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     """Return whether the run folder contains the finished model of this run.
 
     Raises:
-        InputError: it contains one and `resume` is off, or the run in it had other settings.
+        InputError: the folder contains a finished model and `resume` is off, or its run had other settings.
     """
     finished = has_model(config)
     if finished and not resume:
@@ -64,7 +65,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
             f"{config.folder}: already has a finished model. Choose another name or run_dir, or remove it."
         )
     if finished:
-        check_same(config, finished=True)
+        check_same_settings(config, finished=True)
     return finished
 
 
@@ -73,7 +74,7 @@ def has_model(config: FinetuneConfig) -> bool:
     return (config.folder / MODEL / MANIFEST).is_file()
 
 
-def check_same(config: FinetuneConfig, *, finished: bool) -> None:
+def check_same_settings(config: FinetuneConfig, *, finished: bool) -> None:
     """Raise `InputError` if the run in the config's folder has other settings.
 
     If that run has `finished`, training.patience must be the same, too.
@@ -85,21 +86,19 @@ def check_same(config: FinetuneConfig, *, finished: bool) -> None:
     changes = changed_for_resume(recorded, config)
     if Path(recorded.start_from).resolve() != Path(config.start_from).resolve():
         changes.append(f"start_from ({recorded.start_from} -> {config.start_from})")
-    patience = recorded.training.patience, config.training.patience
-    if finished and patience[0] != patience[1]:
-        changes.append(f"training.patience ({patience[0]} -> {patience[1]})")
+    old_patience, new_patience = recorded.training.patience, config.training.patience
+    if finished and old_patience != new_patience:
+        changes.append(f"training.patience ({old_patience} -> {new_patience})")
     if changes:
-        raise InputError(
-            f"{path}: the run had other settings: {', '.join(changes)}. Choose another name or run_dir, or remove it."
-        )
+        raise InputError(f"{path}: the run had other settings: {', '.join(changes)}. Choose another name or run_dir.")
 
 
-def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
+def plan(config: FinetuneConfig, in_process: bool) -> FinetunePlan:
     """Read the data files and the checkpoint, to report the user's mistakes in seconds, before training starts.
 
     Args:
         config: config of the run.
-        alone: whether training runs in this process, so no separate workers have to fit on the machine.
+        in_process: whether training runs in this process, so no separate workers have to fit on the machine.
 
     Raises:
         InputError: a file, the checkpoint or a setting is missing or wrong.
@@ -107,13 +106,13 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     """
     if not config.start_from:
         raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
-    launch.check_start(config, alone)
+    launch.check_start(config, in_process)
     task = config.make_task()
     examples = task.training_set()
     held_out = task.read_held_out()
     task.test_sets()
     released, encoder = read_start(config)
-    check_fit(config, released.model)
+    check_max_length(config, released.model)
     task.check(encoder)
     units, tokens = _count_units_and_tokens(config, task, examples, encoder)
     from pretrain.checkpoint.sentence_transformers import length_warnings
@@ -125,7 +124,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.filled(released.model.hidden, units).total_steps(units),
-        short=is_short(config, task, examples, encoder, released.model),
+        is_short=is_short(config, task, examples, encoder, released.model),
         key_mapping="\n".join(
             [start_table(config, task, released), *length_warnings(fetched_model(config.start_from), config.max_length)]
         ),
@@ -138,7 +137,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
 def _count_units_and_tokens(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
 ) -> tuple[int, int]:
-    """Return `units` and `tokens` of the plan. Cutting windows is slow, so it is done only if necessary.
+    """Return `units` and `tokens` of the plan. Cutting windows is slow, so windows are cut only if necessary.
 
     Raises:
         InputError: an example does not fit into a micro-batch.
@@ -155,7 +154,7 @@ def _count_units_and_tokens(
     return windows.training_examples, len(windows.ids)
 
 
-def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
+def check_max_length(config: FinetuneConfig, model: ModelConfig) -> None:
     """Raise `InputError` if the settings need more positions than the checkpoint has."""
     if config.max_length > model.max_positions:
         raise InputError(
@@ -164,7 +163,7 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
         )
 
 
-def digest(config: FinetuneConfig) -> str:
+def current_data_digest(config: FinetuneConfig) -> str:
     """Compute the `data_digest` of the data files as they are now, including labeled test sets."""
     _, encoder = read_start(config)
     task = config.make_task()
@@ -201,9 +200,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
-    compiled = ", too few to compile the model" if plan.short and config.engine.compile == "auto" else ""
+    compile_note = ", too few to compile the model" if plan.is_short and config.engine.compile == "auto" else ""
     lines = [
-        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compiled}",
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compile_note}",
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
@@ -260,25 +259,25 @@ def summary(config: FinetuneConfig) -> str:
 
 
 def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
-    """Return the score of the frozen linear model, and warnings if training did not improve on it or was too short.
+    """Return lines: the frozen linear model's score, warnings if training did not improve on it or was too short.
 
     `records` are from metrics.jsonl; the checkpoint of `step` was selected by `metric`.
     """
-    scored = [record for record in records if record.get("split") == "validation" and metric in record]
+    evaluations = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
     lines = []
-    if scored and scored[0]["step"] == 0:
-        frozen, best = scored[0][metric], max(record[metric] for record in scored)
-        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
-        if best <= frozen != 1:
+    if evaluations and evaluations[0]["step"] == 0:
+        frozen_score, best_score = evaluations[0][metric], max(record[metric] for record in evaluations)
+        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen_score:.4f}")
+        if best_score <= frozen_score != 1:
             kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
                 f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "
                 "more examples."
             )
-    tail = max(2, len(losses) // 5)
-    if len(losses) >= 3 * tail:
-        before, last = mean(losses[-2 * tail : -tail]), mean(losses[-tail:])
+    length = max(2, len(losses) // 5)
+    if len(losses) >= 3 * length:
+        before, last = mean(losses[-2 * length : -length]), mean(losses[-length:])
         if _MIN_RATIO * losses[0] < last < _MAX_RATIO * before:
             lines.append(
                 f"  warning: the loss is still falling ({before:.3f} to {last:.3f} in the last steps). Train longer "
@@ -290,7 +289,7 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
     """Return a warning if the dev set is too small to select a checkpoint.
 
-    It is too small if the `interval` of its score is wider than 0.1 and than the range of the checkpoints' scores.
+    It is too small if the confidence `interval` of its score is wider than 0.1 and the range of checkpoint scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):

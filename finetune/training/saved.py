@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREDICTIONS = "predictions"
-FORMAT = 1
+PREDICTIONS = "predictions"  # name of the folder of predictions in a run folder
+FORMAT = 1  # version of finetune.json
 
 _PROBLEM_TYPES = {  # {objective: `problem_type` in config.json}
     "classes": "single_label_classification",
@@ -87,18 +87,18 @@ def save_model(
     results: Mapping[str, SetResult],
     chosen_on: str,
     training_examples: int,
-    data: str,
+    digest: str,
     temperature: float = 1.0,
 ) -> None:
     """Write predictions, scores and, last, the model to the run folder; the model marks the run as complete.
 
     Args:
         weights: tensors by the parameter names of `finetune.training.model.task_model.TaskModel`.
-        step: training step of the weights.
+        step: training step at which the weights were saved.
         results: results of every dev and test set, by its name.
-        chosen_on: the set that selected the step and tuned the task; "" for none.
+        chosen_on: name of the set that selected this step and tuned the task; "" if there was none.
         training_examples: number of examples in the training set.
-        data: the digest of the training data and of all scored data.
+        digest: digest of the training data and of all scored data.
         temperature: divisor of the logits, already applied to the weights.
     """
     for name, result in results.items():
@@ -118,7 +118,7 @@ def save_model(
         temperature=temperature,
         brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
-    summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
+    summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": digest, "temperature": temperature}
     write_json(config.folder / SCORES, {**summary, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
@@ -186,22 +186,22 @@ def prediction_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each example: unused columns of its file, then the task's record and prediction.
 
-    Columns of the file keep their names; keys of records and predictions with the same names change, with a warning.
+    Columns of the file keep their names; equal keys of records and predictions are renamed, with a warning.
     """
     file_columns = {name for example in examples for name in task.unused_columns(example)}
     rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
-    added = dict.fromkeys(name for row in rows for name in row)
-    names: dict[str, str] = {}  # key -> name of the column
-    for name in added:
-        configured = task.columns.get(name, name)
-        unique = configured if name in file_columns and configured not in {*file_columns, *added} else name
+    keys = dict.fromkeys(key for row in rows for key in row)
+    names: dict[str, str] = {}  # {key: name of its column}
+    for key in keys:
+        configured = task.columns.get(key, key)
+        unique = configured if key in file_columns and configured not in {*file_columns, *keys} else key
         while unique in file_columns or unique in names.values():
             unique = f"predicted_{unique}"
-        names[name] = unique
-    if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
-        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(changed))
+        names[key] = unique
+    if renamed := [f"{key} is {name}" for key, name in names.items() if name != key]:
+        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(renamed))
     for example, row in zip(examples, rows, strict=True):
-        yield {**task.unused_columns(example), **{names[name]: value for name, value in row.items()}}
+        yield {**task.unused_columns(example), **{names[key]: value for key, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
@@ -232,7 +232,7 @@ def _without_stale_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _label_settings(task: Task[Any]) -> dict[str, Any]:
-    """Return what config.json says about labels; a regression gets one label, since maps need one per output."""
+    """Return config.json's settings for labels. A regression has one output, which also needs a label in the maps."""
     if task.head == "spans":
         return {}
     names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))

@@ -42,7 +42,7 @@ from pretrain.run.session import check_same_data, worker_session
 from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
-LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # code that launches GPU kernels only
+LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # code that only launches GPU kernels
 
 
 def main(request: TrainingRequest, worker: Worker) -> None:
@@ -58,33 +58,33 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        short = is_short(config, task, examples, encoder, released.model)
-        model = make_model(uncompiled(config) if short else config, task, released, examples)
+        too_short = is_short(config, task, examples, encoder, released.model)
+        model = make_model(uncompiled(config) if too_short else config, task, released, examples)
         weights = model.state_dict()
-        fitted = fits_output_layer(config, task, released)
+        needs_fit = fits_output_layer(config, task, released)
         engine = Engine(
             model,
             lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
             config.engine,
             watchdog,
         )
-        job = Finetuning(config, task, examples, encoder, released.model, engine, device)
-        config = job.config
+        finetuning = Finetuning(config, task, examples, encoder, released.model, engine, device)
+        config = finetuning.config
         # Rank 0 checks whether a checkpoint exists; `run` verifies and reads it later.
-        if fitted and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
-            weights |= job.fitted_output_layer(released, weights)
+        if needs_fit and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
+            weights |= finetuning.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
         del weights
-        held_out = job.data_digest({})
-        check_same_data({config.task_name: held_out})
+        held_out_digest = finetuning.data_digest({})
+        check_same_data({config.task_name: held_out_digest})
         training = Training(
-            job,
-            _plan(config, job, evaluate_first=fitted, warmup_step=not short),
+            finetuning,
+            _plan(config, finetuning, evaluate_first=needs_fit, warmup_step=not too_short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
-            identity={"data": job.digest, "held_out": held_out},
-            check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
-            finish=lambda tracker: _finish(config, job, released, engine, tracker.log_artifact),
+            identity={"data": finetuning.training_digest, "held_out": held_out_digest},
+            check=lambda state, checkpoint: _check_state(state, checkpoint, config, finetuning),
+            finish=lambda tracker: _finish(config, finetuning, released, engine, tracker.log_artifact),
         )
         run(training, engine, worker, request)
         engine.close()
@@ -105,8 +105,8 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
     loaded = {} if config.random_weights else initial_state(config, task, released)
     with torch.device("meta"):
         model = build()
-    fitted = ("head.out_weight", "head.out_bias") if fits_output_layer(config, task, released) else ()
-    zeros = {name: torch.zeros(model.state_dict()[name].shape) for name in fitted}
+    fitted_names = ("head.out_weight", "head.out_bias") if fits_output_layer(config, task, released) else ()
+    zeros = {name: torch.zeros(model.state_dict()[name].shape) for name in fitted_names}
     # If any random weight is used, all are sampled, since each depends on the samples before it.
     model = model.to_empty(device="cpu") if {*loaded, *zeros} >= model.state_dict().keys() else build()
     model.load_state_dict(zeros | loaded, strict=False)
@@ -116,21 +116,23 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
     return model
 
 
-def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
-    """Return parameter groups with a learning-rate scale per depth (discriminative rates, Howard and Ruder 2018)."""
+def layered_groups(
+    config: FinetuneConfig, parameters: Sequence[tuple[str, Tensor]], num_layers: int
+) -> list[dict[str, Any]]:
+    """Return parameter groups with a learning-rate scale per layer (discriminative rates, Howard and Ruder 2018)."""
     decay = config.training.layer_decay
     if decay == 1:
-        return parameter_groups(named, config.optimizer.weight_decay)
+        return parameter_groups(parameters, config.optimizer.weight_decay)
     groups: list[dict[str, Any]] = []
-    for depth in range(layers + 2):  # embeddings, layers, head
-        members = [(name, parameter) for name, parameter in named if layer_of(name, layers) == depth]
-        scale = decay ** (layers + 1 - depth)
+    for depth in range(num_layers + 2):  # embeddings, layers, head
+        members = [(name, parameter) for name, parameter in parameters if layer_of(name, num_layers) == depth]
+        scale = decay ** (num_layers + 1 - depth)
         groups += [{**group, "lr_scale": scale} for group in parameter_groups(members, config.optimizer.weight_decay)]
     return groups
 
 
 class Finetuning:
-    """Fine-tuning as a `TrainingTask`, which the training loop of `pretrain.run` runs."""
+    """Implements `TrainingTask`, the interface of the training loop of `pretrain.run`, for fine-tuning."""
 
     def __init__(
         self,
@@ -150,13 +152,13 @@ class Finetuning:
         self._batches.check(f"{config.task_name}, training set")
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
         self.units = self._batches.examples
-        self.digest = self._batches.windows.digest(task.labels)
+        self.training_digest = self._batches.windows.digest(task.labels)
         self.config = config.filled(shape.hidden, self.units)
         self.total_steps = self.config.total_steps(self.units)
         self._stalled_seconds = 0.0
 
     def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fit the output layer of a model with these weights (`fit_output_layer`); the result is equal on all ranks."""
+        """Call `fit_output_layer` for a model with these weights on rank 0; return the fitted tensors on all ranks."""
 
         def fit() -> dict[str, Tensor]:
             model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
@@ -173,7 +175,7 @@ class Finetuning:
             return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """Compute a digest of the training set, the held-out sets and the labeled ones of `tests`."""
+        """Compute a digest of the training set, the held-out sets and the labeled sets in `tests`."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
@@ -215,14 +217,14 @@ class Finetuning:
         for index, name in enumerate(self.held_out):
             predictions, loss = self.predictions(name, tune=index == 0)
             if engine.rank == 0:
-                means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
-                scores |= means if index == 0 else {f"{name}/{key}": value for key, value in means.items()}
+                values = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
+                scores |= values if index == 0 else {f"{name}/{key}": value for key, value in values.items()}
         return engine.workers.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         """Return the predictions on a held-out set and the mean loss; on ranks other than 0, ([], 0.0).
 
-        With `tune`, the task first tunes its state on this set, such as a threshold.
+        With `tune`, the task first tunes parameters such as a threshold on this set.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
@@ -277,11 +279,11 @@ class Finetuning:
         )
 
     def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
-        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
+        engine, sums = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def forward(batch: LabeledBatch) -> Output:
             output = engine.forward(batch)
-            losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
+            sums.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
 
         batches = self._make_batches(windows, 0)
@@ -289,11 +291,11 @@ class Finetuning:
         with torch.no_grad():
             logits = predict_logits(forward, batches, self.task.outputs, self._device, engine.workers.gather_objects)
         engine.module.train()
-        engine.workers.sum_over_workers(losses)
+        engine.workers.sum_over_workers(sums)
         if engine.rank:
             return [], 0.0
-        total, weight = losses.tolist()
-        return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
+        loss, weight = sums.tolist()
+        return self._decode(examples, windows, logits, tune=tune), loss / (weight or 1.0)
 
     def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
         if tune:
@@ -302,17 +304,17 @@ class Finetuning:
 
 
 def uncompiled(config: FinetuneConfig) -> FinetuneConfig:
-    """Return `config` without compilation, unless it requests that explicitly."""
+    """Return `config` with compilation off, unless the config sets it explicitly."""
     engine = config.engine
     compile = engine.compile if engine.compile != "auto" else False
     return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
 
 
-def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warmup_step: bool) -> TrainingPlan:
-    interval, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
+def _plan(config: FinetuneConfig, finetuning: Finetuning, *, evaluate_first: bool, warmup_step: bool) -> TrainingPlan:
+    interval, phase = config.evaluate_every_steps(finetuning.units), config.phase(finetuning.units)
     return TrainingPlan(
         config,
-        total_steps=job.total_steps,
+        total_steps=finetuning.total_steps,
         learning_rate=lambda step: learning_rate([phase], step),
         evaluate_every_steps=interval,
         checkpoint_every_steps=min(interval, config.checkpoint.every_steps),
@@ -323,14 +325,13 @@ def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warm
     )
 
 
-def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
-    if state.get("data") != job.digest:
+def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, finetuning: Finetuning) -> None:
+    if state.get("data") != finetuning.training_digest:
         raise InputError(
             f"{checkpoint}: the files of {config.task_name}, or the tokenizer of {config.start_from}, have changed "
             "since it was trained. Restore them, or choose another name or run_dir."
         )
-    held_out = job.data_digest({})
-    if state.get("held_out") != held_out:
+    if state.get("held_out") != finetuning.data_digest({}):
         raise InputError(
             f"{checkpoint}: the dev set of {config.task_name}, whose scores choose the model, has changed since it was "
             "scored. Restore the dev set, or choose another name or run_dir."
@@ -340,7 +341,7 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
 
 def _finish(
     config: FinetuneConfig,
-    job: Finetuning,
+    finetuning: Finetuning,
     released: Released,
     engine: Engine,
     log_artifact: Callable[[Path], None],
@@ -351,11 +352,11 @@ def _finish(
     """
     checkpoints = config.folder / "checkpoints"
 
-    def choose() -> str | None:
+    def best_name() -> str | None:
         best = store.best_intact(checkpoints) if engine.rank == 0 else None
         return best and best.name
 
-    name = store.agree(engine.workers, choose)
+    name = store.agree(engine.workers, best_name)
     if name is None:
         raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)
@@ -365,30 +366,30 @@ def _finish(
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
 
     def load_model() -> TaskModel:
-        return inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
+        return inference_model(finetuning.task, released, weights, engine.device, config.engine.resolved_precision)
 
     model = load_model()
-    if (temperature := job.temperature(model)) != 1:
+    if (temperature := finetuning.temperature(model)) != 1:
         weights |= {name: weights[name] / temperature for name in ("head.out_weight", "head.out_bias")}
         model = load_model()
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
-    for index, (split, examples) in enumerate(job.held_out.items()):
-        predictions[split] = examples, job.predict_examples(model, examples, tune=index == 0)
-    tests = job.task.test_sets()
+    for index, (split, examples) in enumerate(finetuning.held_out.items()):
+        predictions[split] = examples, finetuning.predict_examples(model, examples, tune=index == 0)
+    tests = finetuning.task.test_sets()
     for split, examples in tests.items():
-        predictions[split] = examples, job.predict_examples(model, examples, tune=False)
+        predictions[split] = examples, finetuning.predict_examples(model, examples, tune=False)
     engine.workers.barrier()  # every rank has read the checkpoint
     if engine.rank == 0:
         save_model(
             config,
-            job.task,
+            finetuning.task,
             released,
             weights,
             step=state["step"],
-            chosen_on=job.validation_set(),
-            results={split: SetResult.of(job.task, *pair) for split, pair in predictions.items()},
-            training_examples=job.training_examples,
-            data=job.data_digest(tests),
+            chosen_on=finetuning.validation_set(),
+            results={split: SetResult.of(finetuning.task, *pair) for split, pair in predictions.items()},
+            training_examples=finetuning.training_examples,
+            digest=finetuning.data_digest(tests),
             temperature=temperature,
         )
         log_artifact(config.folder / MODEL)

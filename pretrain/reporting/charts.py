@@ -17,15 +17,15 @@ Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MAX_POINTS, _MIN_POINTS = 300, 60  # maximum points per curve if a chart has few or many; more are averaged
-_MAX_CHART_POINTS = 2400  # maximum points per chart, but each curve may have _MIN_POINTS
+_MAX_POINTS, _MIN_POINTS = 300, 60  # maximum points per curve in a chart of few curves, and of many; more are averaged
+_MAX_CHART_POINTS = 2400  # maximum points per chart, but each curve may have at least _MIN_POINTS
 _LETTER_WIDTH = 6.5  # average width of a letter in axis labels
-_FEW_POINTS = 40  # a curve with at most this many points shows each as a dot, and is not smoothed
+_FEW_POINTS = 40  # a curve with at most this many points is not smoothed, and shows each point as a dot
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `kind` is its CSS class; `smooth` draws the raw curve faintly behind its moving average."""
+    """One curve. `kind` is its CSS class. With `smooth`, its moving average is drawn over the faint raw curve."""
 
     name: str
     points: Points
@@ -49,7 +49,7 @@ def line_chart(
         series: the curves, each in ascending order of x.
         format_y: formats a y value.
         format_x: formats an x value.
-        marks: vertical lines as (x, label to its left, label to its right); both labels are empty for events.
+        marks: vertical lines as (x, label on the left, label on the right); both labels are empty for events.
         from_zero: start the y axis at 0.
     """
     nonempty = [curve for curve in series if curve.points]
@@ -64,7 +64,7 @@ def line_chart(
     frame = _Frame(min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
     parts = [
         *(_grid_line(frame, y, format_y(y)) for y in y_ticks),
-        *(_tick_x(frame, x, format_x(x)) for x in x_ticks),
+        *(_x_tick_label(frame, x, format_x(x)) for x in x_ticks),
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
         *(_curve_svg(frame, curve) for curve in curves),
     ]
@@ -132,7 +132,7 @@ def _grid_line(frame: _Frame, y: float, label: str) -> str:
     )
 
 
-def _tick_x(frame: _Frame, x: float, label: str) -> str:
+def _x_tick_label(frame: _Frame, x: float, label: str) -> str:
     position, anchor = frame.x(x), "middle"
     if position + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
         position, anchor = _WIDTH, "end"
@@ -149,15 +149,15 @@ def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
 
 
 def _curve_svg(frame: _Frame, curve: _Curve) -> str:
-    faint = "" if curve.line is curve.raw else _path(frame, curve.raw, f"{curve.kind} raw")
+    faint = "" if curve.line is curve.raw else _polyline(frame, curve.raw, f"{curve.kind} raw")
     dots = curve.line if len(curve.line) <= _FEW_POINTS else []
     circles = "".join(f'<circle class="{curve.kind}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2.6" />' for x, y in dots)
-    return faint + _path(frame, curve.line, curve.kind) + circles
+    return faint + _polyline(frame, curve.line, curve.kind) + circles
 
 
-def _path(frame: _Frame, points: Points, kind: str) -> str:
-    steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
-    return f'<polyline class="{kind}" points="{steps}"/>'
+def _polyline(frame: _Frame, points: Points, kind: str) -> str:
+    coordinates = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
+    return f'<polyline class="{kind}" points="{coordinates}"/>'
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -167,7 +167,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def _downsample(points: Points, max_points: int) -> tuple[Points, Points]:
-    """Return (minima and maxima, means) of at most `max_points` equal intervals, so that spikes remain visible."""
+    """Cut the curve into at most `max_points` intervals; return (their minima and maxima, which show spikes; means)."""
     length = math.ceil(len(points) / max_points)
     if length < 2:
         return points, points
@@ -189,7 +189,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _pointer_data(frame: _Frame, curves: Sequence[_Curve], format_y: Formatter, format_x: Formatter) -> str:
-    """Return data for the script that shows values under the pointer: points of curves, as coordinates and text."""
+    """Return JSON for the script that shows values under the pointer: each curve's points, as coordinates and text."""
     return json.dumps(
         [
             {

@@ -11,7 +11,7 @@ from pretrain.common.commands import add_address, add_command, checked_address, 
 from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
-FindJobFolder = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
+FindJobFolder = Callable[..., "Path | None"]  # signature of `cluster.jobs.client.run_folder`
 
 
 def add_to(commands: Any, find_job_folder: FindJobFolder) -> None:
@@ -34,12 +34,12 @@ def _report(find_job_folder: FindJobFolder, arguments: argparse.Namespace) -> No
     find = functools.partial(find_job_folder, plain_http=arguments.allow_plain_http)
     folders = [run_path(run) if is_remote(run) else find_folder(run, arguments.address, find) for run in arguments.run]
     out: Path = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    draw = functools.partial(report.write_report, folders, out, watched=arguments.watch)
-    print(f"{for_terminal(report.summary(folders))}\n\n{draw().resolve().as_uri()}")
+    write = functools.partial(report.write_report, folders, out, watched=arguments.watch)
+    print(f"{for_terminal(report.summary(folders))}\n\n{write().resolve().as_uri()}")
     if arguments.workspace:
         print(workspace.write(read_runs(folders), out.with_suffix(".workspace.json")))
     if arguments.watch:
-        pages.serve(draw)
+        pages.serve(write)
 
 
 def _attention(arguments: argparse.Namespace) -> None:
@@ -50,7 +50,7 @@ def _attention(arguments: argparse.Namespace) -> None:
     print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- the parsers
 
 
 def _add_report(commands: Any, find_job_folder: FindJobFolder) -> None:

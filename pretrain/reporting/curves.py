@@ -10,29 +10,29 @@ from pretrain.reporting.charts import Formatter, Points, Series, line_chart
 from pretrain.reporting.panels import GENERAL_TEXT_PREFIX, Panel, Unit, panels_for
 from pretrain.reporting.runs import RunRecords
 
-_MAX_RANKS = 8  # number of ranks with separate curves; of more ranks, only slowest, median and fastest are shown
-_COLORS = 8  # number of colors; further curves reuse them, dashed
+_MAX_RANKS = 8  # maximum number of ranks that all have curves; of more ranks, show the slowest, median and fastest
+_NUM_COLORS = 8  # further curves use the same colors, but are dashed or dotted
 
-Charts = dict[str, list[tuple[str, str]]]  # section -> [(title, figure)]
+Charts = dict[str, list[tuple[str, str]]]  # {section: [(title, <figure>)]}
 
 
-def shorten(value: float) -> str:
-    """Format 1234567 as 1.23M; at most three significant digits."""
+def abbreviate(value: float) -> str:
+    """Format with a suffix and at most three significant digits, such as 1234567 as 1.23M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
 
 
-def _plain(value: float) -> str:
-    """Format with three significant digits: 12.3, 0.00075 as 7.5e-4."""
+def _format_value(value: float) -> str:
+    """Format with at most three significant digits: 12.3, 0.00075 as 7.5e-4."""
     if value == 0 or abs(value) >= 1e-3:
         return f"{value:.3g}"
     exponent = -math.floor(math.log10(abs(value)))
     return f"{value * 10**exponent:.3g}e-{exponent}"
 
 
-_FORMATTERS: dict[Unit, Formatter] = {"share": percent, "tokens/s": shorten, "bytes": lambda v: f"{v / 1e9:.3g} GB"}
+_FORMATTERS: dict[Unit, Formatter] = {"share": percent, "tokens/s": abbreviate, "bytes": lambda v: f"{v / 1e9:.3g} GB"}
 _FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
 
 
@@ -44,11 +44,11 @@ def draw_charts(runs: Sequence[RunRecords]) -> Charts:
     marks = [*_phase_marks(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
     for panel in panels_for(record for run in runs for record in run.records):
-        drawn = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
-        format_y = _FORMATTERS.get(panel.unit, _plain)
+        pairs = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
+        format_y = _FORMATTERS.get(panel.unit, _format_value)
         values = [record[name] for run in runs for record in run.records for name in panel.metrics if name in record]
         omitted = f" ({values.count(None):,} not finite)" if None in values else ""
-        for title, series in drawn:
+        for title, series in pairs:
             unit = panel.unit if panel.unit in ("nats", "s", "steps") else ""
             chart = line_chart(
                 (f"{title}, {unit}" if unit else title) + omitted,
@@ -68,7 +68,7 @@ def _single_run_series(panel: Panel, run: RunRecords) -> list[Series]:
         return [curve for metric in panel.metrics for curve in _rank_series(run, metric)]
     metric, *others = panel.metrics
     if others or "/" in metric:
-        return [Series(_readable(name), _points(run.records, name), _color(n)) for n, name in enumerate(panel.metrics)]
+        return [Series(_readable(name), _points(run.records, name), _style(n)) for n, name in enumerate(panel.metrics)]
     return [
         Series("training", _points(run.training, metric), "train", smooth=True),
         Series("held-out", _points((*run.evaluations, *run.probes), metric), "held-out"),
@@ -77,22 +77,22 @@ def _single_run_series(panel: Panel, run: RunRecords) -> list[Series]:
 
 
 def _multi_run_series(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
-    """Yield the title and curves of each chart: training and held-out values separately, scores by task and dataset."""
-    colors = {run.label: _color(index) for index, run in enumerate(runs)}
+    """Yield (title, curves) of each chart. Training and held-out values, and scores of different data, are separate."""
+    styles = {run.label: _style(index) for index, run in enumerate(runs)}
     for (data, metric), members in _groups(panel, runs).items():
         metric_title = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
         title = ": ".join(part for part in (panel.title, metric_title) if part) + (data and f", {data}")
-        drawn = []
+        by_kind = []
         for kind, fields in (("training", ("training",)), ("held-out", ("evaluations", "probes"))):
             points = {run.label: [p for name in fields for p in _points(getattr(run, name), metric)] for run in members}
             smooth = kind == "training"
-            drawn.append((kind, [Series(label, ps, colors[label], smooth) for label, ps in points.items() if ps]))
-        has_both = all(series for _, series in drawn)
-        yield from ((f"{title}, {kind}" if has_both else title, series) for kind, series in drawn)
+            by_kind.append((kind, [Series(label, ps, styles[label], smooth) for label, ps in points.items() if ps]))
+        has_both = all(series for _, series in by_kind)
+        yield from ((f"{title}, {kind}" if has_both else title, series) for kind, series in by_kind)
 
 
 def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:
-    """Return {(dataset, metric): runs of one chart}. Scores of different datasets are not compared."""
+    """Return {(dataset, metric): runs of the chart}. Only charts of scores are separate for each dataset."""
     if panel.kind == "ranks":
         return {}
     if panel.kind != "scores":
@@ -106,15 +106,15 @@ def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], l
 
 def _rank_series(run: RunRecords, metric: str) -> list[Series]:
     lists = [(record["step"], record[metric]) for record in run.training if isinstance(record.get(metric), list)]
-    ranks = max((len(values) for _, values in lists), default=0)
-    names = [f"rank {rank}" for rank in range(ranks)]
-    if ranks > _MAX_RANKS:
-        names = [f"{name} of {ranks}" for name in ("slowest", "median", "fastest")]
+    num_ranks = max((len(values) for _, values in lists), default=0)
+    names = [f"rank {rank}" for rank in range(num_ranks)]
+    if num_ranks > _MAX_RANKS:
+        names = [f"{name} of {num_ranks}" for name in ("slowest", "median", "fastest")]
         ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in lists if values]
         lists = [(step, [values[-1], values[len(values) // 2], values[0]]) for step, values in ordered]
     return [
         Series(
-            name, [(step, values[n]) for step, values in lists if n < len(values) and values[n] is not None], _color(n)
+            name, [(step, values[n]) for step, values in lists if n < len(values) and values[n] is not None], _style(n)
         )
         for n, name in enumerate(names)
     ]
@@ -133,9 +133,10 @@ def _phase_marks(run: RunRecords) -> Iterator[tuple[float, str, str]]:
 
 
 def _readable(metric: str) -> str:
-    """Shorten a name: source_loss/wiki to wiki, evaluation_seconds to evaluation."""
+    """Return a metric's name for a legend: wiki for source_loss/wiki, evaluation for evaluation_seconds."""
     return metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 
-def _color(index: int) -> str:
-    return f"c{index % _COLORS}{('', ' dashed', ' dotted')[index // _COLORS % 3]}"
+def _style(index: int) -> str:
+    """Return the CSS classes of a curve."""
+    return f"c{index % _NUM_COLORS}{('', ' dashed', ' dotted')[index // _NUM_COLORS % 3]}"

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from pretrain.corpus.shards import TokenShards
 
 NUM_GUESSES = 5
-_END = regex.compile(r"\p{Sentence_Terminal}")
+_SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}")
 
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """A sentence with one token to predict: token ids without special tokens, and the index of the token to mask."""
+    """A sentence with one token to predict: its token ids without special tokens, and the index of this token."""
 
     tokens: tuple[int, ...]
-    masked: int
+    masked_index: int
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         entries = [vocabulary[token] for token in tokens]
-        words = maskable_words(entry_strings(entries, spell) if spell else list(map(with_space, entries)))
-        if words and tokens not in seen:
+        indices = maskable_words(entry_strings(entries, spell) if spell else list(map(with_space, entries)))
+        if indices and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
-            chosen.append(MaskedSentence(tokens, words[(7 * len(chosen) + 3) % len(words)]))
+            chosen.append(MaskedSentence(tokens, indices[(7 * len(chosen) + 3) % len(indices)]))
             if len(chosen) == count:
                 break
     return chosen
@@ -118,8 +118,8 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
     for index in range(count):
         # Multiples of the golden ratio modulo 1 are evenly spread: each falls into a gap between earlier ones.
         shard, document = documents[int(index * 0.6180339887498949 % 1 * len(documents))]
-        start, stop = (int(shard.documents[n, 0]) for n in (document, document + 1))
-        sentence = start + (5 * index + 1) % (stop - start)
+        first, stop = (int(shard.documents[n, 0]) for n in (document, document + 1))
+        sentence = first + (5 * index + 1) % (stop - first)
         start, end = (int(shard.sentences[n]) for n in (sentence, sentence + 1))
         yield tuple(int(token) for token in shard.tokens[start:end])
 
@@ -132,11 +132,11 @@ def with_space(entry: str) -> str:
 def maskable_words(tokens: Sequence[str]) -> list[int]:
     """Return indices of tokens that are whole words of at least three letters; [] if the sentence is unsuitable.
 
-    `tokens` are spellings, with the spaces before words.
+    `tokens` are the spellings of the sentence's tokens; words start with a space.
     """
-    words = sum(_is_word(text.strip()) for text in tokens)
-    has_length = 10 <= len(tokens) <= 40
-    if not has_length or words < 0.8 * len(tokens) or " [UNK]" in tokens or not _END.fullmatch(tokens[-1].strip()):
+    num_words = sum(_is_word(text.strip()) for text in tokens)
+    is_readable = 10 <= len(tokens) <= 40 and num_words >= 0.8 * len(tokens) and " [UNK]" not in tokens
+    if not is_readable or not _SENTENCE_END.fullmatch(tokens[-1].strip()):
         return []
     followers = [*tokens[1:], ""]
     return [
@@ -154,35 +154,35 @@ def _is_word(text: str) -> bool:
 
 
 def mask_sentence(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
-    """Return the sentence with its token masked, between the first and last special token.
+    """Return the sentence with its token masked, enclosed in the special tokens cls and sep.
 
     Args:
         special: ids of the special tokens by role.
     """
     from pretrain.batches.batch import MaskedSequence
 
-    first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
-    ids, index = np.array([first, *sentence.tokens, last]), np.array([1 + sentence.masked])
-    label = ids[index]
-    ids[index] = mask
-    return MaskedSequence(ids, index, label)
+    cls, sep, mask = (special[role] for role in ("cls", "sep", "mask"))
+    ids, positions = np.array([cls, *sentence.tokens, sep]), np.array([1 + sentence.masked_index])
+    labels = ids[positions]
+    ids[positions] = mask
+    return MaskedSequence(ids, positions, labels)
 
 
-def make_filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
+def make_filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask_id: int) -> Filling:
     """Return the model's predictions for the masked token, as text.
 
     Args:
         probabilities: probabilities of all vocabulary entries.
-        mask: the id of the mask token.
+        mask_id: id of the mask token.
     """
 
     def decode_token(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False).strip()
 
-    tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked]
-    tokens[sentence.masked] = mask
+    tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked_index]
+    tokens[sentence.masked_index] = mask_id
     text = tokenizer.decode(tokens, skip_special_tokens=False)
-    before, _, after = text.partition(str(tokenizer.id_to_token(mask)))
+    before, _, after = text.partition(str(tokenizer.id_to_token(mask_id)))
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:NUM_GUESSES]
     return Filling(
         before=f"{before.strip()} ".lstrip(),

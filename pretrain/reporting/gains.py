@@ -1,4 +1,4 @@
-"""Changes of held-out metrics during a run that continues from a checkpoint of other text."""
+"""Changes of held-out metrics during a run that continues from a checkpoint trained on other text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Gain:
 
 
 def gains(run_dir: Path) -> list[Gain]:
-    """Return the changes from before the run's first step to its last evaluation; [] if it lacks the first evaluation.
+    """Return the changes from an evaluation before the first step to the last one; [] if there is no such evaluation.
 
     Raises `InputError` if its records are damaged.
     """

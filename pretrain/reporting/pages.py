@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import atomic_open
 
-_START = b"<!doctype html"
+_HTML_START = b"<!doctype html"
 _TEMPLATES = Path(__file__).parent / "templates"
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"  # for strftime
 
@@ -23,7 +23,7 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
     """
     import jinja2
 
-    if out.is_file() and out.read_bytes().lstrip()[: len(_START)].lower() not in (b"", _START):
+    if out.is_file() and out.read_bytes().lstrip()[: len(_HTML_START)].lower() not in (b"", _HTML_START):
         raise InputError(f"{out}: exists and is not an HTML page. Choose another name, or remove it.")
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -39,15 +39,15 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
     return out
 
 
-def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
-    """Return a server on a free port of 127.0.0.1 that serves the page that `draw` writes."""
-    drawing_lock = threading.Lock()
+def make_server(write: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
+    """Return a server on a free port of 127.0.0.1 that, at each request, calls `write` and serves the written page."""
+    write_lock = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             try:
-                with drawing_lock:
-                    page = draw().read_bytes() if self.path == "/" else b""
+                with write_lock:
+                    page = write().read_bytes() if self.path == "/" else b""
             except RunError as error:
                 return self.send_error(500, explain=str(error))
             if not page:
@@ -64,8 +64,8 @@ def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
     return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
-def serve(draw: Callable[[], Path]) -> None:
-    """Serve the page that `draw` writes until Ctrl-C."""
-    with make_server(draw) as server, contextlib.suppress(KeyboardInterrupt):
+def serve(write: Callable[[], Path]) -> None:
+    """Serve the page that `write` writes until Ctrl-C."""
+    with make_server(write) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}: redraws the page while it is open; Ctrl-C stops", flush=True)
         server.serve_forever()

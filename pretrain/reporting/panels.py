@@ -72,20 +72,20 @@ _NOT_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds",
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
     """Yield the `panels` for which `records` have data; the metrics of `scores` panels come from the records."""
-    key_sets = dict.fromkeys(map(tuple, records))  # few sets of keys are distinct
-    measured = dict.fromkeys(key for keys in key_sets for key in keys)
+    key_sets = dict.fromkeys(map(tuple, records))  # distinct sets of fields; only a few
+    fields = dict.fromkeys(key for keys in key_sets for key in keys)
     not_scores = {metric for panel in panels() for metric in panel.metrics} | _NOT_SCORES
-    evaluated = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
+    evaluation_fields = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
     for panel in panels():
         if panel.kind == "scores":
-            names = {key: _panel_name(key.removeprefix(GENERAL_TEXT_PREFIX)) for key in evaluated}
+            names = {key: _panel_name(key.removeprefix(GENERAL_TEXT_PREFIX)) for key in evaluation_fields}
             panel = replace(panel, metrics=tuple(key for key, name in names.items() if name not in not_scores))
         elif panel.metrics[0].endswith("/"):
-            panel = replace(panel, metrics=tuple(key for key in measured if _panel_name(key) == panel.metrics[0]))
-        if measured.keys() & set(panel.metrics):
+            panel = replace(panel, metrics=tuple(key for key in fields if _panel_name(key) == panel.metrics[0]))
+        if fields.keys() & set(panel.metrics):
             yield panel
 
 
 def _panel_name(field: str) -> str:
-    """Return the name by which panels list a field: source_loss/ for source_loss/wiki, for others the field."""
+    """Return a field's name in `Panel.metrics`: source_loss/ for source_loss/wiki, else the field itself."""
     return "".join(field.partition("/")[:2])

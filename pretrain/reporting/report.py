@@ -20,19 +20,19 @@ from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted, score_title
 from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
-from pretrain.reporting.curves import draw_charts, shorten
+from pretrain.reporting.curves import abbreviate, draw_charts
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
-from pretrain.reporting.tables import Table, comparison, event_table, glue_table, run_table, state
+from pretrain.reporting.tables import Table, comparison_table, describe_state, event_table, glue_table, run_table
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
-from pretrain.tracking.live import phases_of, work_through
+from pretrain.tracking.live import phases_of, work_until
 
-NUM_SENTENCES, NUM_SHOWN = 100, 10  # number of sentences that are masked and scored; number listed on the page
-FINETUNED = "finetuned.json"
-_DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown verbatim
+NUM_SENTENCES, NUM_SHOWN = 100, 10  # number of sentences to mask and predict; number of them to show on the page
+FINETUNED = "finetuned.json"  # results of the demo's fine-tunings, in its run folder
+_DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # files to show verbatim
 _REFRESH_SECONDS = 10  # interval at which a watched page is reloaded
 
 
@@ -50,11 +50,11 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         InputError: a folder has no run, none of its runs has a record, or a file is damaged.
     """
     runs = read_runs(folders)
-    config = _pretraining(runs)
+    config = _pretraining_config(runs)
     tables = {
-        "Benefit of pretraining": _benefit(runs[0]) if config else ([], []),
+        "Benefit of pretraining": _benefit_table(runs[0]) if config else ([], []),
         "Runs": run_table(runs) if len(runs) > 1 or runs[0].scores else ([], []),
-        "Fine-tuning scores by task and initial checkpoint": comparison(runs),
+        "Fine-tuning scores by task and initial checkpoint": comparison_table(runs),
         "GLUE": glue_table(runs),
         "Events": event_table(runs),
     }
@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         tiles=_tiles(runs, config),
         tables={title: table for title, table in tables.items() if table[1]},
         config=config,
-        **(_pretraining_parts(runs[0], config) if config else {}),
+        **(_pretraining_values(runs[0], config) if config else {}),
         charts=draw_charts(runs),
         details=[(f"{run.label}/{name}", _read_text(run.folder / name)) for run in runs for name in _DETAILS],
         refresh_seconds=_REFRESH_SECONDS if watched and any(run.state == UNFINISHED for run in runs) else 0,
@@ -79,14 +79,15 @@ def summary(folders: Sequence[Path]) -> str:
     runs = read_runs(folders)
     if len(runs) == 1:
         lines = [f"{runs[0].name}: {_header(runs)}"]
-        lines += [f"  {label:<18}{value}   {note}".rstrip() for label, value, note in _tiles(runs, _pretraining(runs))]
-        benefit = _benefit(runs[0])
-        return "\n".join([*lines, *([_aligned(benefit)] if benefit[1] else [])])
-    return "\n\n".join(_aligned(table) for table in (run_table(runs), comparison(runs)) if table[1])
+        tiles = _tiles(runs, _pretraining_config(runs))
+        lines += [f"  {label:<18}{value}   {note}".rstrip() for label, value, note in tiles]
+        benefit = _benefit_table(runs[0])
+        return "\n".join([*lines, *([_format_table(benefit)] if benefit[1] else [])])
+    return "\n\n".join(_format_table(table) for table in (run_table(runs), comparison_table(runs)) if table[1])
 
 
-def _aligned(table: Table) -> str:
-    """Format a table as lines of text; if it is wider than the terminal, each row becomes a block of lines."""
+def _format_table(table: Table) -> str:
+    """Format a table as lines of text. If it is wider than the terminal, each row becomes a block of lines."""
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
@@ -106,7 +107,7 @@ def _header(runs: Sequence[RunRecords]) -> str:
         return f"{len(runs)} runs: " + ", ".join(f"{count} {name}" for name, count in states.items())
     fork = read_fork(runs[0].folder)
     forks = [fork, *reversed(fork.get("earlier", ()))] if fork else []
-    return ", ".join([state(runs[0]), *(f"forked from {f['name']} at step {f['step']:,}" for f in forks)])
+    return ", ".join([describe_state(runs[0]), *(f"forked from {f['name']} at step {f['step']:,}" for f in forks)])
 
 
 def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tuple[str, str, str]]:
@@ -121,7 +122,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
         medians = [note.format(statistics.median(x)) for name, note in notes.items() if (x := run.values(name))]
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", ", ".join(["median", *medians])))
     if tokens := run.values("tokens"):
-        tiles.append(("tokens trained on", shorten(tokens[-1]), f"in {run.step:,} steps"))
+        tiles.append(("tokens trained on", abbreviate(tokens[-1]), f"in {run.step:,} steps"))
     workers = [f"on {counted(config.scheduling.workers, 'worker')}"] if config else []
     tiles.append(("training time", clock(seconds), ", ".join([*workers, *_time_left(run)])))
     if run.events:
@@ -131,12 +132,12 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 
 
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
-    """Yield tiles of the last evaluation, of a fine-tuning's main score, and of the last probe."""
-    last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
+    """Yield tiles of the last evaluation, with a fine-tuning's main score, and of the last probe."""
+    evaluation, probe = (run.evaluations or [{}])[-1], (run.probes or [{}])[-1]
     title = score_title(run.main_metric, next((score.positive for score in run.scores), "")).replace("_", " ")
     scores = {run.main_metric: Metric("", "", title, "score")} if run.main_metric else {}
     for record, kind, metrics in (
-        (last, "held-out", {**scores, **objective_metrics()}),
+        (evaluation, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),
     ):
         for name, metric in metrics.items():
@@ -149,13 +150,13 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords) -> Iterator[str]:
     if run.total_steps and run.state == UNFINISHED and run.step:
         phases = phases_of(run.config)
-        done, total = work_through(phases, run.step), work_through(phases, run.total_steps)
+        done, total = work_until(phases, run.step), work_until(phases, run.total_steps)
         yield f"{clock(_seconds(run) / done * (total - done))} left at this speed"
 
 
 def _seconds(run: RunRecords) -> float:
     """Return the training time over all starts, in seconds."""
-    return dict(*run.training[-1:]).get("seconds") or 0.0
+    return (run.training or [{}])[-1].get("seconds") or 0.0
 
 
 def _read_text(path: Path) -> str:
@@ -165,25 +166,25 @@ def _read_text(path: Path) -> str:
 # ---- the parts that only the report of a single pretraining has
 
 
-def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
+def _pretraining_config(runs: Sequence[RunRecords]) -> PretrainConfig | None:
     """Return the config if there is a single run and it is a pretraining."""
     return config_of(runs[0].folder) if len(runs) == 1 and "corpus" in runs[0].config else None
 
 
-def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
+def _pretraining_values(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
     """Return the values of report.html.j2 that only a single pretraining has."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
     export_dir, corpus = hf.fill_mask_export(run.folder, config), config.corpus.folder
-    filled, attention, model = _predictions(export_dir, corpus), attention_section(run.folder, corpus), config.model
+    fillings, attention, model = _predictions(export_dir, corpus), attention_section(run.folder, corpus), config.model
     return {
         "model": f"{model.layers} layers x {model.hidden}, {model.heads} heads, {config.optimizer.name}",
         "attention": attention,
         "heads": attention and attention.text and export_dir.is_dir() and page_values(export_dir, attention.text),
         "gains": gains(run.folder),
-        "fillings": filled[:: max(1, len(filled) // NUM_SHOWN)],
-        "filled": _success_phrase(filled),
+        "fillings": fillings[:: max(1, len(fillings) // NUM_SHOWN)],
+        "success": _success_phrase(fillings),
         "finetuned": _read_finetuned(run),
         "card": _read_text(corpus / "card.md"),
     }
@@ -193,8 +194,8 @@ def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
     return json.loads(_read_text(run.folder / FINETUNED) or "[]")
 
 
-def _benefit(run: RunRecords) -> Table:
-    """Return held-out scores of the demo's fine-tunings, from this run's weights and from random weights."""
+def _benefit_table(run: RunRecords) -> Table:
+    """Return the held-out scores of the demo's fine-tunings from this run's weights and from random weights."""
     rows = []
     for result in _read_finetuned(run):
         scores = (result["scores"].get(weights) for weights in ("pretrained", "random"))
@@ -213,8 +214,8 @@ def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
     return fill(export_dir, held_out_sentences(open_shards(corpus, "validation"), vocabulary, NUM_SENTENCES))
 
 
-def _success_phrase(filled: Sequence[Filling]) -> str:
+def _success_phrase(fillings: Sequence[Filling]) -> str:
     """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
-    first = sum(filling.rank == 1 for filling in filled)
-    among = sum(filling.rank <= len(filling.guesses) for filling in filled)
-    return f"the first guess in {first} and among the guesses in {among} of {counted(len(filled), 'sentence')}"
+    first = sum(filling.rank == 1 for filling in fillings)
+    among = sum(filling.rank <= len(filling.guesses) for filling in fillings)
+    return f"the first guess in {first} and among the guesses in {among} of {counted(len(fillings), 'sentence')}"

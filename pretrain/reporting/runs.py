@@ -18,12 +18,12 @@ from pretrain.common.settings import read_values
 from pretrain.reporting.panels import panels_for
 from pretrain.reporting.subjects import Subject, subject_of
 
-FindJobFolder = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
+FindJobFolder = Callable[..., "Path | None"]  # signature of `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
-_END_STATES = {"stop": "stopped", "diverged": "diverged"}  # a run's final event -> its state
+_END_STATES = {"stop": "stopped", "diverged": "diverged"}  # {event that ended a run: state of the run}
 
-_MAX_DEPTH = 3  # levels at which a folder of runs is searched for run folders, such as glue/TASK/seed-N
+_MAX_DEPTH = 3  # levels of subfolders that are searched for run folders; glue/TASK/seed-N is at level 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunRecords:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned number of steps; None for an unfinished fine-tuning, where it depends on the training set."""
+        """The planned number of steps; None for an unfinished fine-tuning, whose config does not contain it."""
         phases = self.config.get("phases")
         if phases:
             return sum(int(phase["steps"]) for phase in phases)
@@ -96,8 +96,8 @@ class RunRecords:
     @property
     def stop_event(self) -> dict[str, Any]:
         """The event that stopped the run early; {} if there is none, or the run was started again."""
-        stops = [event for event in self.events if event["event"] in _END_STATES]
-        return stops[-1] if stops and stops[-1].get("time", math.inf) >= _last_start(self.folder) else {}
+        last = next((event for event in reversed(self.events) if event["event"] in _END_STATES), {})
+        return last if last.get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
         """Return the values of a field in the training records that have it."""

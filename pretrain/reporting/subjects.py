@@ -1,4 +1,4 @@
-"""Groups fine-tuning runs by data, initial checkpoint and settings, so that averages are only over seeds."""
+"""Groups fine-tuning runs by data, initial checkpoint and settings. Runs of one group differ only in their seeds."""
 
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -40,18 +40,18 @@ def subject_of(config: Mapping[str, Any]) -> Subject | None:
     if not task:
         return None
     name = str(config[task][key])
-    display = f"{task}: {Path(name).name if key == 'train' else name}"
+    label = f"{task}: {Path(name).name if key == 'train' else name}"
     if config[task].get("subset"):
-        display += f" {config[task]['subset']}"
+        label += f" {config[task]['subset']}"
     initial = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
-    others = {key: value for key, value in config.items() if key not in _IGNORED_SETTINGS}
-    return Subject(f"{task}.{key}", display, initial, tuple(_flat_settings(others)))
+    other_settings = {key: value for key, value in config.items() if key not in _IGNORED_SETTINGS}
+    return Subject(f"{task}.{key}", label, initial, tuple(_flat_settings(other_settings)))
 
 
 def initial_checkpoints(subjects: Iterable[Subject]) -> list[str]:
     """Return the distinct initial checkpoints, random weights last."""
-    distinct = dict.fromkeys(subject.initial for subject in subjects)
-    return sorted(distinct, key=lambda initial: initial == RANDOM)
+    checkpoints = dict.fromkeys(subject.initial for subject in subjects)
+    return sorted(checkpoints, key=lambda initial: initial == RANDOM)
 
 
 def differing_settings(subjects: Sequence[Subject]) -> list[str]:

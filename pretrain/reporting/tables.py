@@ -20,18 +20,19 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header, and the cells o
 
 def run_table(runs: Sequence[RunRecords]) -> Table:
     """Return a row for each run: its state, scores, last evaluation and probe, and speed."""
-    last_records = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
+    last_records = [{**(run.probes or [{}])[-1], **(run.evaluations or [{}])[-1]} for run in runs]
     metrics = {name: metric for name, metric in {**objective_metrics(), **PROBE_SCORES}.items() if metric.short}
     rows: list[Sequence[str]] = []
     for run, record in zip(runs, last_records, strict=True):
         speeds, seconds = run.values("tokens_per_second"), run.values("seconds")
-        cells = [run.label, state(run), "; ".join(map(_format_score, run.scores))]
+        cells = [run.label, describe_state(run), "; ".join(map(_format_score, run.scores))]
         cells += ["" if record.get(name) is None else metric.text(record[name]) for name, metric in metrics.items()]
         cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
         rows.append(cells)
     head: Sequence[str] = ["run", "state", "scores", *(x.title for x in metrics.values()), "tokens/s", "training time"]
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
-    return next(table := zip(*columns, strict=True)), list(table)
+    shown_head, *shown_rows = zip(*columns, strict=True)
+    return shown_head, shown_rows
 
 
 def _format_score(score: Score) -> str:
@@ -42,8 +43,8 @@ def _format_score(score: Score) -> str:
     return score.error or f"{score.split}: {', '.join(formatted)}"
 
 
-def state(run: RunRecords) -> str:
-    """Return the state, such as "stopped at step 1,000 of 2,000"."""
+def describe_state(run: RunRecords) -> str:
+    """Return the state in words, such as "stopped at step 1,000 of 2,000"."""
     step = run.stop_event["step"] if run.state == "stopped" else run.step
     total = f" of {run.total_steps:,}" if run.total_steps and step < run.total_steps else ""
     return f"{run.state} at step {step:,}{total}"
@@ -63,33 +64,33 @@ def _date(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE_FORMAT) if seconds else ""
 
 
-def comparison(runs: Sequence[RunRecords]) -> Table:
+def comparison_table(runs: Sequence[RunRecords]) -> Table:
     """Return a row per task and dataset and a column per initial checkpoint; no rows if nothing is comparable.
 
     Runs that differ only in their seeds are averaged. If runs on the same dataset differ in other settings, row labels
     include these settings.
     """
-    series: dict[tuple[Subject, str, str], list[float]] = {}
+    scores: dict[tuple[Subject, str, str], list[float]] = {}  # {(subject, set, metric): scores of the runs}
     for run in runs:
         for score in run.scores:
             if run.subject is not None and score.metric in score.values:
                 key = run.subject, score.split, _metric_title(score.metric, score)
-                series.setdefault(key, []).append(score.values[score.metric])
-    subjects = [subject for subject, _, _ in series]
-    columns, differing = initial_checkpoints(subjects), differing_settings(subjects)
+                scores.setdefault(key, []).append(score.values[score.metric])
+    subjects = [subject for subject, _, _ in scores]
+    columns, differing_names = initial_checkpoints(subjects), differing_settings(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-    for (subject, split, metric), values in series.items():
+    for (subject, split, metric), values in scores.items():
         settings = dict(subject.settings)
-        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing if name in settings)])
+        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing_names if name in settings)])
         rows.setdefault((label, metric, split), {})[subject.initial] = values
     head = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
-    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
+    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in scores.values()):
         return head, []
-    return head, [[*key, *(_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
+    return head, [[*key, *(_format_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:
-    """Return GLUE's table from the latest sweep that any of several runs belongs to; no rows if there is none."""
+    """Return GLUE's table from the latest sweep that any of the runs belongs to; no rows if there is none."""
     parents = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
     summaries = (parent / SUMMARY for parent in parents if (parent / SUMMARY).is_file())
     paths = sorted(summaries, key=lambda path: path.stat().st_mtime)
@@ -97,8 +98,8 @@ def glue_table(runs: Sequence[RunRecords]) -> Table:
     return (tables[-1][0], tables[-1][1:]) if tables else ([], [])
 
 
-def _mean(values: Sequence[float]) -> str:
-    """Format the mean; for several values, also the standard deviation and range."""
+def _format_mean(values: Sequence[float]) -> str:
+    """Format the mean and, for several values, the standard deviation and the range; "" if there are no values."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values)
     mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from pretrain.config import PhaseConfig
 
 _REFRESH_SECONDS = 0.25
-_PLAIN_SECONDS = 30.0  # interval of plain lines
+_PLAIN_SECONDS = 30.0  # interval of the lines that are printed if stdout is not a terminal
 _SPEED_SECONDS = 1800.0  # averaging window of the speed, from which the remaining time is computed
 _BAR_WIDTH = 24
-_MAX_SCORES = 4  # scores of a fine-tuning's evaluation on its line
+_MAX_SCORES = 4  # maximum number of scores on the line of a fine-tuning's evaluation
 # The stages of the startup.
 WORKERS = "starting the workers"
 CONNECT = "connecting the workers"
@@ -64,14 +64,14 @@ def follow(
 ) -> Iterator[None]:
     """Show the run's progress on the terminal while the block runs.
 
-    `metrics` defines how a pretraining's metrics are shown; a fine-tuning shows scores instead.
+    `metrics` defines how the metrics of a pretraining are shown; for a fine-tuning, scores are shown.
 
     One live line, drawn by rich, shows step, loss, time left, accuracies, useful tokens/s, MFU and data stalls; a
     narrow terminal truncates it. Evaluations are printed above it. Before the first record, the line shows the startup
     stage. If stdout is not a terminal, a plain line is printed for each startup stage, then every 30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
-    end_startup(run_dir)  # a killed start leaves the file
+    end_startup(run_dir)  # removes the file of an earlier start that was killed
     progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
@@ -94,13 +94,13 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
         return []
 
 
-def work_through(phases: Iterable[PhaseConfig], step: int) -> float:
-    """Return the work of the first `step` steps: tokens, at most, or the number of steps if phases are unknown."""
+def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
+    """Return the work of the first `step` steps: their maximum number of tokens, or `step` if phases are unknown."""
     tokens = 0.0
     for phase in phases:
-        done = min(step, phase.steps)
-        tokens += phase.first_sample(done) * phase.sequence_length
-        step -= done
+        phase_steps = min(step, phase.steps)
+        tokens += phase.first_sample(phase_steps) * phase.sequence_length
+        step -= phase_steps
     return tokens or float(step)
 
 
@@ -113,7 +113,7 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return (complete new records, whether the file is read from its start, being new or replaced)."""
+        """Return (complete new records, whether they are from the start of the file, which is new or was replaced)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -123,9 +123,9 @@ class _Tail:
                 data = file.read()
         except OSError:  # the file is missing, or storage fails temporarily: the next poll tries again
             return [], False
-        complete = data[: data.rfind(b"\n") + 1]
-        self._inode, self._offset = status.st_ino, start + len(complete)
-        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None], from_start
+        lines = data[: data.rfind(b"\n") + 1]  # without an incomplete last line
+        self._inode, self._offset = status.st_ino, start + len(lines)
+        return [record for line in lines.splitlines() if (record := parse_record(line)) is not None], from_start
 
 
 class LiveProgress:
@@ -137,17 +137,16 @@ class LiveProgress:
         self.console = console
         self.metrics = metrics
         self.total_steps = total_steps
-        self.started = time.monotonic()
+        self._startup_began = time.monotonic()
         self.last_record: dict[str, Any] = {}  # the latest training record
         self._run_dir = run_dir
-        self._tail, self._probes, self._started_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
-        self._has_history = (run_dir / METRICS).exists()
-        # Events in the file so far: a restart or a rollback replaces the file but keeps them.
+        self._tail, self._probes, self._created_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
+        self._has_history = (run_dir / METRICS).exists()  # whether there may be records from before this start
+        # Events that are in the file already. If a restart or a rollback replaces the file, the new file has them, too.
         self._known_events = {_event_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
-        # Whether records other than events have arrived in this start.
-        self.has_records = False
+        self.has_records = False  # whether records other than events were written since this start
         self._phases: list[PhaseConfig] = []
-        self._waiting = ""
+        self._wait_message = ""
         self.startup_stage = WORKERS
         self.bar = _make_bar(console)
         self._task = self.bar.add_task("", total=None)
@@ -156,17 +155,17 @@ class LiveProgress:
         """Read new records; print evaluations, events and waits for nodes on separate lines; update the bar."""
         self._read()
         if not self.started_training:
-            text = f"{self.startup_stage}, {clock(time.monotonic() - self.started)}"
+            text = f"{self.startup_stage}, {clock(time.monotonic() - self._startup_began)}"
             self.bar.update(self._task, description=text)
             return
-        total, done = self._work_through(self.total_steps), self._work_through(self.step)
+        total, done = self._work_until(self.total_steps), self._work_until(self.step)
         self.bar.update(self._task, total=total, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
         self._print_wait()
         self._read_startup_stage()
         for record in self._probes.read()[0]:
-            if record.get("time", 0.0) > self._started_at:
+            if record.get("time", 0.0) > self._created_at:
                 self.console.print(_probe_line(record), markup=False)
         records, from_start = self._tail.read()
         if not records and not from_start:
@@ -188,9 +187,9 @@ class LiveProgress:
         message = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads((self._run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))["message"]
-        if message and message != self._waiting:
+        if message and message != self._wait_message:
             self.console.print(f"  {message}", style="yellow", markup=False)
-        self._waiting = message
+        self._wait_message = message
 
     def _read_startup_stage(self) -> None:
         if self.started_training:
@@ -203,7 +202,7 @@ class LiveProgress:
 
     def _show_startup(self) -> None:
         """Show startup stages until the next record."""
-        self.has_records, self.started = False, time.monotonic()
+        self.has_records, self._startup_began = False, time.monotonic()
         self.bar.reset(self._task, total=None)
 
     def _handle_event(self, record: dict[str, Any]) -> None:
@@ -225,7 +224,7 @@ class LiveProgress:
 
     @property
     def started_training(self) -> bool:
-        """Return whether this start of the run has written a training record."""
+        """True if a training record was written since this start of the run."""
         return self.has_records and bool(self.last_record)
 
     @property
@@ -235,22 +234,22 @@ class LiveProgress:
     def parts(self) -> list[str]:
         """Return the parts of the live line, most important first."""
         record, seconds_left = self.last_record, self.bar.tasks[0].time_remaining
-        live = metric_lines(record, {name: metric for name, metric in self.metrics.items() if metric.live})
+        live_metrics = metric_lines(record, {name: metric for name, metric in self.metrics.items() if metric.live})
         parts = [
             f"step {self.step:,}/{self.total_steps:,}",
             _format("loss {:.3f}", record.get("loss")),
             "" if seconds_left is None else f"{clock(seconds_left)} left",
             _format("{:,} skipped", record.get("skipped_steps") or None),
-            *live[:1],
+            *live_metrics[:1],
             _format("{:,.0f} tokens/s", record.get("tokens_per_second")),
             _format("{:.0%} MFU", record.get("mfu")),
-            *live[1:],
+            *live_metrics[1:],
             _format("stall {:.1%}", record.get("data_stall_fraction")),
         ]
         return [part for part in parts if part]
 
-    def _work_through(self, step: int) -> float:
-        return work_through(self._read_phases(), step)
+    def _work_until(self, step: int) -> float:
+        return work_until(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
         """Return the training phases; [] until the run's config exists."""
@@ -268,7 +267,7 @@ def _event_key(event: dict[str, Any]) -> str:
 
 
 def _make_bar(console: Console) -> Progress:
-    """Create the live line: a bar, which pulses while the run starts, and text, truncated to the line's width."""
+    """Create the live line: a bar, which pulses during startup, and text, truncated to the terminal's width."""
     from rich.highlighter import ReprHighlighter
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -291,19 +290,19 @@ def _show(progress: LiveProgress, stop: threading.Event) -> None:
     printed_at, printed_step, printed_stage = time.monotonic(), 0, ""
     with progress.bar if console.is_terminal else contextlib.nullcontext():
         while True:
-            final = stop.is_set()
+            is_final = stop.is_set()
             progress.poll()
-            due = printed_step == 0 or final or time.monotonic() - printed_at >= _PLAIN_SECONDS
+            is_due = printed_step == 0 or is_final or time.monotonic() - printed_at >= _PLAIN_SECONDS
             if console.is_terminal:
                 progress.bar.refresh()
             elif not progress.started_training:
                 if progress.startup_stage != printed_stage:
                     printed_stage = progress.startup_stage
                     console.print(f"  {printed_stage}", markup=False)
-            elif due and progress.step > printed_step:
+            elif is_due and progress.step > printed_step:
                 console.print("  ".join(progress.parts()), markup=False)
                 printed_at, printed_step = time.monotonic(), progress.step
-            if final:
+            if is_final:
                 return
             stop.wait(_REFRESH_SECONDS)
 
@@ -313,7 +312,7 @@ def _format(template: str, value: float | None) -> str:
 
 
 def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
-    """Return the line of an evaluation: pretraining's metrics, or the first few scores of a fine-tuning."""
+    """Return the line of an evaluation: the metrics of a pretraining, or the first few scores of a fine-tuning."""
     scores = metric_lines(record, metrics)
     if not scores:
         values = {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}

@@ -22,11 +22,11 @@ def quiet_logging(log_file: Path) -> None:
     """
     with disk_errors(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        to_file = _LogFile(log_file, encoding="utf-8")
+        file_handler = _LogFile(log_file, encoding="utf-8")
     for handler in [h for h in logging.root.handlers if isinstance(h, _LogFile) or _writes_to_terminal(h)]:
         logging.root.removeHandler(handler)
         handler.close()
-    logging.root.addHandler(to_file)
+    logging.root.addHandler(file_handler)
     logging.root.setLevel(min(logging.root.level, logging.INFO))
     logging.setLoggerClass(_QuietLogger)
     for logger in [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]:
@@ -38,10 +38,10 @@ def quiet_logging(log_file: Path) -> None:
 
 @contextlib.contextmanager
 def restore_on_exit() -> Iterator[None]:
-    """Restore logging and signal handlers on exit, since the program or notebook that trained a model continues."""
+    """Restore logging and signal handlers on exit, for the program or notebook that called the training."""
     root, handlers = logging.root, logging.root.handlers[:]
     level, logger_class = root.level, logging.getLoggerClass()
-    signals = {number: signal.getsignal(number) for number in stop_signals()}
+    signal_handlers = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
     finally:
@@ -52,8 +52,8 @@ def restore_on_exit() -> Iterator[None]:
         logging.setLoggerClass(logger_class)
         logging.captureWarnings(False)
         if threading.current_thread() is threading.main_thread():
-            for number, handler in signals.items():
-                signal.signal(number, handler)
+            for number, signal_handler in signal_handlers.items():
+                signal.signal(number, signal_handler)
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:
@@ -62,7 +62,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """Logs INFO and above. For W&B, which has a debug.log in the run folder, only warnings and above."""
+    """Writes messages of level INFO and above; of W&B, which writes its debug.log, only warnings and above."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)

@@ -19,8 +19,8 @@ from pretrain.tracking.rows import MESSAGE, PROBE_STEP, MetricRows
 
 _log = logging.getLogger(__name__)
 
-# Our field -> its W&B name in the HF Trainer and Composer. Other fields keep their names, with the prefix train/ or
-# eval/.
+# {field of a record: its W&B name, as in the HF Trainer and Composer}. Other fields keep their names, with the prefix
+# train/ or eval/.
 _WANDB_TRAIN = {
     "step": "train/global_step",
     "lr": "train/learning_rate",
@@ -36,7 +36,7 @@ _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "secon
 
 _MAX_RANKS = 16  # maximum number of ranks with separate metrics in W&B
 MAX_RANK_SUFFIX = "max_rank"
-"""Suffix of the metric whose value is the index of the rank with the largest value, if there are many ranks."""
+"""Suffix, if there are many ranks, of the metric whose value is the index of the rank with the largest value."""
 
 MAX_NAME_LENGTH = 55
 """Maximum characters of a run's name in its generated W&B id; W&B allows ids of 64 characters."""
@@ -52,30 +52,30 @@ TEARDOWN_SECONDS = 12.0
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """Rename a record's fields to the metric names of the HF Trainer and Composer; the x axis is train/global_step.
 
-    A list of values per rank becomes one metric per rank; for many ranks, the minimum, median, maximum and the rank of
-    the maximum. An event becomes a metric named after its kind, with its rank as the value, or 1 without a rank.
+    A list of values per rank becomes one metric per rank or, if there are many ranks, the minimum, median, maximum and
+    the rank of the maximum. An event becomes a metric named after its kind; the value is its rank, or 1 without a rank.
     """
     if "event" in record:
-        named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
-        return {**named, MESSAGE: record.get("message", "")}
+        renamed = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
+        return {**renamed, MESSAGE: record.get("message", "")}
     by_split = {"": (_WANDB_TRAIN, "train"), "probe": ({}, "probe")}
     names, section = by_split.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
-    named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
-    for name in [name for name, value in named.items() if isinstance(value, list)]:
-        named.update({f"{name}/{key}": value for key, value in _summarize_ranks(named.pop(name)).items()})
-    return named
+    renamed = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
+    for name in [name for name, value in renamed.items() if isinstance(value, list)]:
+        renamed.update({f"{name}/{key}": value for key, value in _summarize_ranks(renamed.pop(name)).items()})
+    return renamed
 
 
 def _summarize_ranks(values: list[float | None]) -> dict[int | str, float | None]:
-    present = sorted(value for value in values if value is not None)
-    if len(values) <= _MAX_RANKS or not present:
+    sorted_values = sorted(value for value in values if value is not None)
+    if len(values) <= _MAX_RANKS or not sorted_values:
         return dict(enumerate(values))
-    low, high = present[0], present[-1]
-    return {"min": low, "median": statistics.median(present), "max": high, MAX_RANK_SUFFIX: values.index(high)}
+    low, high = sorted_values[0], sorted_values[-1]
+    return {"min": low, "median": statistics.median(sorted_values), "max": high, MAX_RANK_SUFFIX: values.index(high)}
 
 
 def wandb_mode(mode: str) -> str:
-    """Resolve `tracking.wandb` to online, offline or off. `auto` means WANDB_MODE or, if unset, online with a key."""
+    """Resolve `tracking.wandb` to online, offline or off. `auto` means WANDB_MODE, by default online with a key."""
     if mode == "auto" and not is_installed("wandb"):
         return "off"
     if mode == "auto":
@@ -142,7 +142,7 @@ def wandb_arguments(
 class WandbMirror:
     """Sends records to W&B from a background thread. Training only queues them and never waits.
 
-    `rows` merges the records of a step, which are sent in one call.
+    `rows` merges the records of a step into one row, which is sent in one call.
 
     Attributes:
         failure: the error that stopped the mirror; "" if there was none.
@@ -177,7 +177,7 @@ class WandbMirror:
             while (item := self._queue.get()) is not None:
                 step, value = item
                 if isinstance(value, dict):
-                    _send(run, self._rows.add(step, wandb_names(value), event="event" in value))
+                    _send(run, self._rows.add(step, wandb_names(value), is_event="event" in value))
                 else:
                     log_wandb_artifact(run, *value)
             _send(run, self._rows.take())
@@ -199,7 +199,8 @@ def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
         console="off",
         init_timeout=INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
-        # A kill loses the rows of the last interval, which the next start does not send again. Default: 15 s.
+        # If the process is killed, the rows of the last interval are lost: the next start does not send them again.
+        # The default is 15 s.
         x_transaction_log_flush_interval=0.05,
     )
     run = None
@@ -235,5 +236,5 @@ def finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()
-    # W&B's process writes the run's file. Without this call, killing the worker could lose the end of the file.
+    # Waits for W&B's process, which writes the run's file. Otherwise, killing the worker could lose the file's end.
     wandb.teardown()

@@ -1,7 +1,7 @@
-"""Merges a run's records into rows for W&B: one per step, even if the run is restarted.
+"""Merges a run's records into rows for W&B: one row per step, even if the run is restarted.
 
 A restarted run repeats the steps after its checkpoint bit for bit, so a repeated row equals the first one. W&B itself
-rejects decreasing steps, but an offline W&B run does not know which steps earlier starts of the run have sent.
+rejects decreasing steps, but an offline W&B run does not know the steps that earlier starts of the run have sent.
 """
 
 import json
@@ -22,8 +22,8 @@ class MetricRows:
     Args:
         folder: the run folder.
         run_id: W&B's id of the run.
-        step: optimizer steps taken before this start of the run; None for a new run. If `folder` has no record of the
-            last row sent, no row up to this step is sent.
+        step: optimizer steps taken before this start of the run; None for a new run. If `folder` does not record the
+            last row sent, all rows up to this step count as sent.
 
     Attributes:
         last_step: step of the last row that was sent.
@@ -31,51 +31,51 @@ class MetricRows:
     """
 
     def __init__(self, folder: Path, run_id: str, step: int | None) -> None:
-        self._path, self._id = folder / LAST_SENT, run_id
+        self._path, self._run_id = folder / LAST_SENT, run_id
         recorded = self._read()
         self.last_step, self.last_probe = recorded or (-1 if step is None else step, -1)
         if recorded is None:
             self._write()
         self._step: int | None = None
         self._row: dict[str, Any] = {}
-        self._late: dict[str, Any] = {}  # values of events whose step's row was already sent
+        self._late_values: dict[str, Any] = {}  # values of events whose step's row was already sent
 
-    def add(self, step: int, values: dict[str, Any], *, event: bool) -> tuple[int, dict[str, Any]] | None:
-        """Add the values of a record at `step`; return the previous step and its row if this completes it.
+    def add(self, step: int, values: dict[str, Any], *, is_event: bool) -> tuple[int, dict[str, Any]] | None:
+        """Add the values of a record at `step`. If this completes the row of an earlier step, return (step, row).
 
-        Metrics of a step before the current one are repetitions, and dropped. Events at such a step are new, so they
+        Metrics of steps before the current one are repetitions, and are dropped. Events of these steps are new, so they
         are added to the next row, with their step as events/step.
         """
         first_open_step = self.last_step + 1 if self._step is None else self._step
         if step < first_open_step:
-            if event:
-                _merge(self._late, {**values, _EVENT_STEP: step})
+            if is_event:
+                _merge(self._late_values, {**values, _EVENT_STEP: step})
             return None
-        completed = self.take() if step != self._step else None
+        completed_row = self.take() if step != self._step else None
         self._step = step
         _merge(self._row, values)
-        return completed
+        return completed_row
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the current step and row, and record the step as sent; None if there is no row."""
+        """Return (current step, its row), and record the step as sent; None if there is no row."""
         if self._step is None:
             return None
         row, self.last_step = self._row, self._step
         self.last_probe = row.get(PROBE_STEP, self.last_probe)
-        _merge(row, self._late)
-        self._row, self._late, self._step = {}, {}, None
+        _merge(row, self._late_values)
+        self._row, self._late_values, self._step = {}, {}, None
         self._write()
         return self.last_step, row
 
     def _read(self) -> tuple[int, int] | None:
         try:
             sent = json.loads(self._path.read_text(encoding="utf-8"))
-            return (int(sent["step"]), int(sent["probe"])) if sent["id"] == self._id else None
+            return (int(sent["step"]), int(sent["probe"])) if sent["id"] == self._run_id else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _write(self) -> None:
-        write_json(self._path, {"id": self._id, "step": self.last_step, "probe": self.last_probe})
+        write_json(self._path, {"id": self._run_id, "step": self.last_step, "probe": self.last_probe})
 
 
 def _merge(row: dict[str, Any], values: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ class Tracker:
         config: the run's config; `config.tracking` has the W&B settings.
         run_dir: the run folder; created if missing.
         run_id: the W&B id in the resumed checkpoint; None starts a new W&B run.
-        step: optimizer steps already taken; later records belong to an abandoned continuation and are dropped. None
-            means that there is no checkpoint, and drops all records.
+        step: optimizer steps already taken. Records of later steps are dropped, since training repeats these steps;
+            None means that there is no checkpoint, so all records are dropped.
         card: facts about the data, added to the run's W&B config.
         job_type: W&B's job type.
         enabled: whether to record anything; true on rank 0 only.
@@ -56,13 +56,13 @@ class Tracker:
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
             drop_records_after(path, -1 if step is None else step)
-            # Unbuffered: a record survives the process, and `log` itself reports a full disk.
+            # Unbuffered, so that records survive a kill of the process, and `log` itself reports a full disk.
             self.file = append_open(path, buffering=0)
         if mode != "off":
             with disk_errors(path):
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
             self._last_probe = rows.last_probe
-            # Records that an earlier start had not sent when it was killed.
+            # Records that an earlier start had not sent to W&B when it was killed.
             unsent = [x for x in read_records(run_dir) if rows.last_step < x.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
@@ -78,7 +78,7 @@ class Tracker:
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
-        self._mirror(record)
+        self._mirror_record(record)
         self._mirror_probe(record["step"])
         self._step = record["step"]
         self._record_failure()
@@ -91,7 +91,7 @@ class Tracker:
                 self._last_probe = record["step"]
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
-        """Record `events` that precede this start, such as a crash, each with "event", "time" and "message"."""
+        """Record `events` from before this start, such as a crash, each with "event", "time" and "message"."""
         for event in events:
             self.log({**event, "step": step})
 
@@ -106,9 +106,9 @@ class Tracker:
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
         """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`append_end_event`)."""
-        self._mirror({"event": event, "step": step, "message": message})
+        self._mirror_record({"event": event, "step": step, "message": message})
 
-    def _mirror(self, record: dict[str, Any]) -> None:
+    def _mirror_record(self, record: dict[str, Any]) -> None:
         if self.mirror is not None:
             self.mirror.log(record)
 
@@ -121,7 +121,7 @@ class Tracker:
 
     @property
     def mirrored(self) -> bool:
-        """Return whether records are sent to W&B, now or by a later `wandb sync`."""
+        """True if records are sent to W&B, now or by a later `wandb sync`."""
         return self.mirror is not None
 
     def log_artifact(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class Tracker:
 
 
 def send_probes(config: RunConfig) -> None:
-    """Send the checkpoint scores that arrived after the last row of a finished run, one row each."""
+    """Send the checkpoint scores that were computed after a finished run sent its last row; each gets its row."""
     path, folder = config.folder / LAST_SENT, config.folder
     if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
         rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)

@@ -121,7 +121,7 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
     batches = [SimpleNamespace(query_indices=np.array([number])) for number in range(3)]
     for batch in batches:
         batch.to = lambda _, batch=batch: batch
-    cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
+    cut = SimpleNamespace(batches_by_length=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
     job: Any = SimpleNamespace(
         _make_batches=lambda *_: cut,
         _device=torch.device("cpu"),

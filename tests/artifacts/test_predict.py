@@ -404,7 +404,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     values = {"name": "x", "start_from": str(folder / "bert"), "max_length": 32, "engine": {"precision": "fp32"}}
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
-    plan = runs.plan(config, alone=True)
+    plan = runs.plan(config, in_process=True)
     said = runs.describe_start(config, plan)
     assert "note: dev is the same file as train: its examples trained the model" in said
     assert f"\n  held out: dev ({plan.examples} examples)\n" in said
@@ -417,7 +417,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     ):
         section = {"train": str(folder / "train.jsonl"), **more}
         config = FinetuneConfig.model_validate({**values, "classification": section})
-        assert wanted in runs.describe_start(config, runs.plan(config, alone=True)), wanted
+        assert wanted in runs.describe_start(config, runs.plan(config, in_process=True)), wanted
     hub = {"dataset": "some/name", "revision": "1", "dev": "train", "test": "test"}
     assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [("dev", "train")]
 

@@ -46,6 +46,6 @@ def save_untrained(folder: Path, name: str, section: dict[str, Any], predicted: 
     if predicted is not None:
         held_out = task.read_held_out()["dev"]
         results["dev"] = SetResult.of(task, held_out, [predicted] * len(held_out))
-    said: dict[str, Any] = {"chosen_on": "dev" if results else "", "results": results, "data": "", "step": 7}
+    said: dict[str, Any] = {"chosen_on": "dev" if results else "", "results": results, "digest": "", "step": 7}
     save_model(config, task, released, model.state_dict(), training_examples=len(examples), **said)
     return folder / name

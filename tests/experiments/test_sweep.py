@@ -20,10 +20,10 @@ from rich.console import Console
 from cluster.workers.trials import choose_parallel
 from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
-from finetune.experiments.candidates import Candidate, candidates, rank, removable_trials
+from finetune.experiments.candidates import Candidate, group_trials, rank, removable_trials
 from finetune.experiments.grid import GridPoint, auto_grid, expand, parse_grid
-from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
-from finetune.experiments.trials import degenerate
+from finetune.experiments.outcomes import Outcome, Spread, Trial, combined_error, spreads
+from finetune.experiments.trials import degenerate_reason
 from finetune.tasks.classification import ClassificationSettings
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
@@ -256,7 +256,7 @@ def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None
     assert [tuple(point.settings.values()) for point in points] == expected
     assert points[1].overrides == ["training.learning_rate=1e-5", "max_length=128"]
     assert points[1].label == "learning_rate 1e-5, max_length 128"
-    assert points[1].folder == "learning-rate-1e-5-max-length-128"
+    assert points[1].folder_name == "learning-rate-1e-5-max-length-128"
     assert expand({}) == [GridPoint({})]
 
 
@@ -307,7 +307,7 @@ def test_folds_are_runs_whose_predictions_come_together(work: Path, monkeypatch:
             rows = [trial.config.make_task().record(one) for one in trial.config.make_task().test_sets()["fold"]]
             (trial.config.folder / "predictions").mkdir()
             (trial.config.folder / "predictions/fold.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-            monkeypatch.setattr(runs, "check_same", lambda config, finished: None)
+            monkeypatch.setattr(runs, "check_same_settings", lambda config, finished: None)
             outcomes.append(trials.read_outcome(trial))
         return outcomes
 
@@ -474,16 +474,16 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
     ],
 )
 def test_a_run_that_learned_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
-    assert degenerate({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
-    assert degenerate({"dev": {"by_type": {}}}) == degenerate({}) == ""
+    assert degenerate_reason({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
+    assert degenerate_reason({"dev": {"by_type": {}}}) == degenerate_reason({}) == ""
 
 
 def test_the_end_has_the_exit_code_of_what_failed() -> None:
     lost = Outcome(error=MachineError("out of memory"))
-    assert failure([done(1.0), None]) is None
-    assert isinstance(failure([done(1.0), FAILED, FAILED]), DivergedError)
-    assert isinstance(failure([FAILED, lost]), MachineError)
-    assert "2 of 2 runs" in str(failure([FAILED, lost]))
+    assert combined_error([done(1.0), None]) is None
+    assert isinstance(combined_error([done(1.0), FAILED, FAILED]), DivergedError)
+    assert isinstance(combined_error([FAILED, lost]), MachineError)
+    assert "2 of 2 runs" in str(combined_error([FAILED, lost]))
 
 
 def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +583,7 @@ def write_outcome(folder: Path, accuracy: float) -> None:
 def given(points: Sequence[GridPoint], outcomes: Sequence[Outcome | None], **changes: Any) -> list[Candidate]:
     values = {"name": "a", "classification": {"train": "train.tsv"}, **changes}
     config = FinetuneConfig.model_validate(values)
-    (found,) = candidates([Trial("", config, config, point) for point in points], outcomes)
+    (found,) = group_trials([Trial("", config, config, point) for point in points], outcomes)
     return found
 
 

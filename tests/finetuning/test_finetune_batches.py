@@ -114,7 +114,7 @@ def test_epochs_and_windows_have_different_dropout() -> None:
 @given(EXAMPLES, st.integers(1, 3))
 def test_prediction_sees_every_row_on_some_rank(lengths: list[list[int]], world_size: int) -> None:
     windows = make_windows(lengths)
-    by_rank = [list(make_batches(windows, rank, world_size).every_window()) for rank in range(world_size)]
+    by_rank = [list(make_batches(windows, rank, world_size).batches_by_length()) for rank in range(world_size)]
     assert len({len(found) for found in by_rank}) == 1
     seen = np.concatenate([batch.query_indices for batches in by_rank for batch in batches])
     assert np.unique(seen).tolist() == list(range(len(windows.queries)))

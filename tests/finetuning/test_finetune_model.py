@@ -198,7 +198,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
         weights=np.array([0.75, 0.75, 1.0], np.float32),
     )
     batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
-    (each,) = batches.every_window()
+    (each,) = batches.batches_by_length()
     with torch.no_grad():
         logits = model(each).logits[np.argsort(each.query_indices)]
         loss = sum(model(batch).loss for batch in batches.step(0, 2).micro_batches)

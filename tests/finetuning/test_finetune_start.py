@@ -160,9 +160,9 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, changes: dict[st
     values |= {"classification": {**sets, "train": str(tmp_path / "long.jsonl")}, "training": {"examples_per_step": 4}}
     config = FinetuneConfig.model_validate(with_changes(values, changes))
     if message:
-        refused(message, plan, config, alone=True)
+        refused(message, plan, config, in_process=True)
     else:
-        found = plan(config, alone=True)
+        found = plan(config, in_process=True)
         assert found.units == 9
         assert "32 tensors -> layers.*" in found.key_mapping
         assert "head.out.*" in found.key_mapping.splitlines()[-1]

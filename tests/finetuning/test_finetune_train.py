@@ -132,7 +132,7 @@ def test_a_labeled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[
         r"^test: accuracy \d\.\d{4} \(95 %: \d\.\d{4} to \d\.\d{4}\), ", runs.summary(config), re.MULTILINE
     )
     # A run that is put beside others is of the same test set, too.
-    assert said["data"] == runs.digest(config)
+    assert said["data"] == runs.current_data_digest(config)
     lines = [json.loads(line) for line in (folder / "predictions/test.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (root / "test.jsonl").read_text().splitlines()]
     assert [(line["text"], line["gold"]) for line in lines] == [(row["text"], row["label"]) for row in rows]
@@ -301,7 +301,7 @@ def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
 
 def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) -> None:
     config = config_of(root, "test", classification__test=str(tmp_path / "typo.jsonl"))
-    refused("typo", runs.plan, config, alone=True)
+    refused("typo", runs.plan, config, in_process=True)
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--resume", "--set", "name=whole"]])
@@ -335,10 +335,10 @@ def test_workers_with_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:
-    assert runs.plan(config_of(root, "next", start_from=str(root / "whole")), alone=True).family == "bert"
+    assert runs.plan(config_of(root, "next", start_from=str(root / "whole")), in_process=True).family == "bert"
     (root / "edited/config.yaml").write_text(dump(config_of(root, "edited")))
     unfinished = config_of(root, "next", start_from=str(root / "edited"))
-    refused("edited: an unfinished fine-tuning", runs.plan, unfinished, alone=True)
+    refused("edited: an unfinished fine-tuning", runs.plan, unfinished, in_process=True)
 
 
 def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:
@@ -414,7 +414,7 @@ def test_another_models_tokenizer_is_refused_before_training(root: Path, tmp_pat
     (tmp_path / "bert/tokenizer.json").unlink(missing_ok=True)
     tokenizer.write_text(tokenizer.read_text() + "".join(f"more{n}\n" for n in range(999)))
     config = config_of(root, "larger", start_from=str(tmp_path / "bert"))
-    refused("bert: the tokenizer has ids up to", runs.plan, config, alone=True)
+    refused("bert: the tokenizer has ids up to", runs.plan, config, in_process=True)
 
 
 def untold(**values: Any) -> FinetuneConfig:
@@ -462,8 +462,8 @@ def test_presets_fill_what_is_not_given() -> None:
 )
 def test_a_training_is_compiled_if_that_pays(root, changes, short, said, compiled) -> None:
     config = config_of(root, "new", **{"engine__compile": "auto", **changes})
-    plan = runs.plan(config, alone=True)
-    assert plan.short == short
+    plan = runs.plan(config, in_process=True)
+    assert plan.is_short == short
     assert said in runs.describe_start(config, plan)
     assert (train.uncompiled(config) if short else config).engine.compiled == compiled
 

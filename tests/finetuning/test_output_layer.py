@@ -45,7 +45,7 @@ def fit(tmp_path: Path, objective: Objective, outputs: int) -> tuple[np.ndarray,
     model.load_state_dict(released.backbone, strict=False)
     batches = make_batches(objective, outputs)
     made = fit_output_layer(model, batches, torch.device("cpu"))
-    seen = list(batches.every_window())
+    seen = list(batches.batches_by_length())
     features = torch.cat([model.features(batch) for batch in seen]).double().numpy()
     labels = torch.cat([batch.labels for batch in seen]).numpy()
     return features, labels, made["head.out_weight"].double().numpy(), made["head.out_bias"].double().numpy()

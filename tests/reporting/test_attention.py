@@ -66,7 +66,7 @@ def test_weights_are_those_of_transformers(folders: dict[str, Path], family: str
         tokens = ours.tokens(TEXT, pair)
         more = {"token_type_ids": torch.from_numpy(tokens.token_types)[None]} if family == "bert" else {}
         with torch.no_grad():
-            expected = theirs(torch.from_numpy(tokens.marked.ids)[None], output_attentions=True, **more).attentions
+            expected = theirs(torch.from_numpy(tokens.marks.ids)[None], output_attentions=True, **more).attentions
         found = ours.weights(tokens)
         assert len(found) == len(expected) == 2
         for layer, wanted in zip(found, expected, strict=True):
@@ -97,9 +97,9 @@ def test_tokens_are_shown_as_in_the_text(bert: AttentionModel) -> None:
     assert tokens.spellings[-6:] == ("[SEP]", "It", "was", "great", "!", "[SEP]")
     zebra = tokens.spellings.index("z")
     assert "".join(tokens.spellings[zebra : zebra + 5]) == "zebra"
-    assert tokens.joined[zebra : zebra + 6] == (False, True, True, True, True, False)
-    assert not any(tokens.joined[:zebra])
-    marked = tokens.marked
+    assert tokens.continues_word[zebra : zebra + 6] == (False, True, True, True, True, False)
+    assert not any(tokens.continues_word[:zebra])
+    marked = tokens.marks
     assert np.flatnonzero(marked.first).tolist() == [0]
     assert [tokens.spellings[at] for at in np.flatnonzero(marked.separator)] == ["[SEP]", "[SEP]"]
     assert [tokens.spellings[at] for at in np.flatnonzero(marked.punctuation)] == [",", "."]
@@ -112,10 +112,10 @@ def test_tokens_are_shown_as_in_the_text(bert: AttentionModel) -> None:
 
 
 def test_a_long_text_is_divided_and_nothing_is_left_out(bert: AttentionModel) -> None:
-    whole = bert.tokens(TEXT).marked.ids[1:-1]
+    whole = bert.tokens(TEXT).marks.ids[1:-1]
     windows = list(bert.windows(TEXT, 8))
     assert max(map(len, windows)) == 8
-    assert np.concatenate([window.marked.ids[1:-1] for window in windows]).tolist() == whole.tolist()
+    assert np.concatenate([window.marks.ids[1:-1] for window in windows]).tolist() == whole.tolist()
     assert all(window.spellings[0] == "[CLS]" and window.spellings[-1] == "[SEP]" for window in windows)
     assert len(bert.tokens(TEXT)) == len(whole) + 2  # the division does not last
 
@@ -138,7 +138,7 @@ def random_weights(length: int, layers: int = 2, heads: int = 3, seed: int = 0) 
 
 def test_shares_and_entropy_follow_their_definitions() -> None:
     """Against loops over pairs of tokens, for two texts of different lengths."""
-    marked = hand_made().marked
+    marked = hand_made().marks
     shorter = TokenMarks(**{name: values[:-1] for name, values in marked.__dict__.items()})
     texts = [(marked, random_weights(7)), (shorter, random_weights(6, seed=1))]
     statistics = HeadStatistics()
@@ -171,7 +171,7 @@ def test_shares_and_entropy_follow_their_definitions() -> None:
 
 
 def test_a_head_of_even_weights_has_the_even_figures_and_one_of_zeros_no_entropy() -> None:
-    marked, even = hand_made().marked, np.full((1, 7, 7), 1 / 7, np.float32)
+    marked, even = hand_made().marks, np.full((1, 7, 7), 1 / 7, np.float32)
     statistics = HeadStatistics()
     statistics.add([even, np.eye(7, dtype=np.float32)[None]], marked)
     for kind in KINDS:
@@ -214,7 +214,7 @@ def test_the_page_holds_every_weight_and_stands_alone(folders, bert, tmp_path) -
         held = np.frombuffer(base64.b64decode(packed), "<u2").reshape(layer.shape) / 65535
         assert np.abs(held - layer).max() <= 0.5 / 65535 + 1e-7
     statistics = HeadStatistics()
-    statistics.add(bert.weights(tokens), tokens.marked)
+    statistics.add(bert.weights(tokens), tokens.marks)
     shares = {kind["name"]: kind["shares"] for kind in data["kinds"]}
     assert np.allclose(shares["previous"], statistics.shares["previous"], atol=1e-4)
     assert "punctuation" not in shares  # there is none in this text
@@ -233,7 +233,7 @@ def test_averages_over_a_file_are_of_all_its_texts(folders, bert, tmp_path) -> N
     statistics = HeadStatistics()
     for line in (TEXT, long):
         for window in bert.windows(line, 64):
-            statistics.add(bert.weights(window), window.marked)
+            statistics.add(bert.weights(window), window.marks)
     shares = {kind["name"]: kind["shares"] for kind in data["kinds"]}
     assert np.allclose(shares["punctuation"], statistics.shares["punctuation"], atol=1e-4)
     assert np.allclose(data["entropy"], statistics.entropy, atol=1e-4)

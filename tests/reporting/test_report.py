@@ -176,13 +176,13 @@ class TestFillings:
         theirs: Any = BertForMaskedLM.from_pretrained(exported)
         for one, filling in zip(chosen, fill(exported, chosen), strict=True):
             ids = [VOCABULARY.index("[CLS]"), *one.tokens, VOCABULARY.index("[SEP]")]
-            ids[one.masked + 1] = VOCABULARY.index("[MASK]")
+            ids[one.masked_index + 1] = VOCABULARY.index("[MASK]")
             with torch.no_grad():
-                expected = theirs.eval()(torch.tensor([ids])).logits[0, one.masked + 1].softmax(-1)
+                expected = theirs.eval()(torch.tensor([ids])).logits[0, one.masked_index + 1].softmax(-1)
             top = expected.topk(5)
             assert [word for word, _ in filling.guesses] == [VOCABULARY[token] for token in top.indices]
             assert [p for _, p in filling.guesses] == pytest.approx(top.values.tolist(), abs=1e-5)
-            truth = one.tokens[one.masked]
+            truth = one.tokens[one.masked_index]
             assert filling.truth == VOCABULARY[truth]
             assert filling.probability == pytest.approx(expected[truth].item(), abs=1e-5)
             assert filling.rank == 1 + int((expected > expected[truth]).sum())
@@ -200,12 +200,12 @@ class TestFillings:
         for one in chosen:
             assert one.tokens in held_out
             assert 10 <= len(one.tokens) <= 40
-            assert VOCABULARY[one.tokens[one.masked]] in WORDS
-            assert not VOCABULARY[one.tokens[one.masked + 1]].startswith("##")
+            assert VOCABULARY[one.tokens[one.masked_index]] in WORDS
+            assert not VOCABULARY[one.tokens[one.masked_index + 1]].startswith("##")
         # Spread over both shards, and not always the same place.
         first = {tuple(shards.shards[0].tokens[:].tolist()[i : i + 5]) for i in range(len(shards.shards[0].tokens))}
         assert {one.tokens[:5] in first for one in chosen} == {True, False}
-        assert len({one.masked for one in chosen}) > 3
+        assert len({one.masked_index for one in chosen}) > 3
 
     def test_text_unfit_to_show_is_skipped(self) -> None:
         def found(text: str) -> list[int]:

@@ -63,7 +63,7 @@ class Batches:
     Example i of that sequence is a pure function of (seed, i), so the data position is one integer (invariant 1).
 
     Args:
-        windows: windows of all examples of a set.
+        windows: the F windows of all N examples of a set.
         seed: seed of the order and of dropout.
         budget: maximum tokens per micro-batch.
         rank, world_size: index of this worker, and number of workers.
@@ -73,26 +73,26 @@ class Batches:
         self.windows, self.budget = windows, budget
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
-        self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], first query of each window
-        distinct, first_window = np.unique(windows.examples, return_index=True)
-        self.examples = len(distinct)
-        self._first_window = np.append(first_window, len(windows))  # [N + 1], first window of each example
+        self._query_starts = np.searchsorted(windows.queries, windows.starts)  # [F + 1], each window's first query
+        example_indices, first_window = np.unique(windows.examples, return_index=True)
+        self.examples = len(example_indices)
+        self._window_starts = np.append(first_window, len(windows))  # [N + 1], each example's first window
         self._tokens_N = np.add.reduceat(self._lengths_F, first_window) if self.examples else self._lengths_F
         self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
 
     def check(self, where: str) -> None:
         """Raise `InputError` if an example does not fit into a micro-batch."""
-        largest = int(self._tokens_N.max(initial=0))
+        max_tokens = int(self._tokens_N.max(initial=0))
         # Two examples must fit if the ranks may get different numbers of examples (`balance`).
         capacity = self.budget if self.world_size == 1 else self.budget // 2
-        if largest > capacity:
+        if max_tokens > capacity:
             raise InputError(
-                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch fits {capacity}. "
+                f"{where}: an example has {max_tokens} tokens in all its windows, but a micro-batch fits {capacity}. "
                 "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
             )
 
     def step(self, first: int, count: int) -> LabeledStep:
-        """Return this rank's part of a step on the examples `first` to `first + count - 1` of the sequence."""
+        """Return this rank's part of the step on the `count` examples of the sequence from index `first`."""
         indices = np.arange(first, first + count)
         epochs, slots = np.divmod(indices, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
@@ -101,7 +101,7 @@ class Batches:
         local = map(assignment.members, range(self.rank, self.world_size * assignment.micro_batches, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
         return LabeledStep(
-            tuple(self._batch(members[batch], keys[batch]) for batch in local),
+            tuple(self._batch_of(members[batch], keys[batch]) for batch in local),
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
             weight=float(weights.sum()),
@@ -113,12 +113,12 @@ class Batches:
         by_length = np.argsort(-self._tokens_N, kind="stable")
         num_fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
         members = by_length[:num_fitting]
-        batch = self._batch(members, draw(self._dropout_key, members))
+        batch = self._batch_of(members, draw(self._dropout_key, members))
         weight = float(batch.weights.sum())
         return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
-    def every_window(self) -> Iterator[LabeledBatch]:
-        """Yield this rank's share of all windows, by length. Every rank yields the same number of batches.
+    def batches_by_length(self) -> Iterator[LabeledBatch]:
+        """Yield this rank's share of the batches of all windows, by length. Every rank yields the same number of them.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
@@ -128,39 +128,39 @@ class Batches:
         while start < len(by_length):
             # Lengths ascend; take as many windows as fit into the budget.
             tokens = np.cumsum(self._lengths_F[by_length[start:]])
-            end = start + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
-            batches.append(by_length[start:end])
-            start = end
+            stop = start + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
+            batches.append(by_length[start:stop])
+            start = stop
         for first in range(0, len(batches), self.world_size):
-            members = batches[min(first + self.rank, len(batches) - 1)]
-            batch = self._make(members, np.arange(len(members)), np.zeros(len(members), np.uint64))
+            windows = batches[min(first + self.rank, len(batches) - 1)]
+            batch = self._make_batch(windows, np.arange(len(windows)), np.zeros(len(windows), np.uint64))
             is_repeated = first + self.rank >= len(batches)
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
-    def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:
-        """Make a micro-batch of all windows of the examples `members`; their dropout keys are uint64 [E]."""
+    def _batch_of(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:
+        """Make a micro-batch of all windows of the examples `members`; `keys` are their dropout keys, uint64 [E]."""
         windows, examples = self._windows_in(members)
         order = np.argsort(self._lengths_F[windows], kind="stable")
         windows, examples = windows[order], examples[order]
         # Windows of one example must not share their random numbers.
-        keys_S = draw(keys[examples], windows - self._first_window[members[examples]])
-        return self._make(windows, examples, keys_S)
+        keys_S = draw(keys[examples], windows - self._window_starts[members[examples]])
+        return self._make_batch(windows, examples, keys_S)
 
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (indices of the examples' windows; for each window, the index of its example in `members`)."""
-        counts = self._first_window[members + 1] - self._first_window[members]
-        return concatenate_ranges(self._first_window[members], counts), np.repeat(np.arange(len(members)), counts)
+        counts = self._window_starts[members + 1] - self._window_starts[members]
+        return concatenate_ranges(self._window_starts[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
-        starts = self._first_query[windows]
-        return self.windows.weights[concatenate_ranges(starts, self._first_query[windows + 1] - starts)]
+        starts = self._query_starts[windows]
+        return self.windows.weights[concatenate_ranges(starts, self._query_starts[windows + 1] - starts)]
 
-    def _make(self, windows: np.ndarray, examples: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
+    def _make_batch(self, windows: np.ndarray, examples: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
         tokens = concatenate_ranges(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
-        first_queries, end_queries = self._first_query[windows], self._first_query[windows + 1]
+        first_queries, end_queries = self._query_starts[windows], self._query_starts[windows + 1]
         query_indices = concatenate_ranges(first_queries, end_queries - first_queries)
         window_R = np.repeat(np.arange(len(windows)), end_queries - first_queries)
         offset_R = (starts[:-1] - self.windows.starts[windows])[window_R]

@@ -35,7 +35,7 @@ def inference_model(
     with torch.device("meta"):  # skips random initialization, which would take most of the time
         model = TaskModel.of(task, released, compile=compile)
     with one_thread():
-        # A copy has torch's memory alignment; results would depend on the alignment of a tensor in its file.
+        # Copies have torch's memory alignment. Otherwise, results would depend on a tensor's alignment in its file.
         copies = {name: tensor.to(device, torch_dtype(precision), copy=True) for name, tensor in weights.items()}
     model.load_state_dict(copies, assign=True)
     return model.eval()
@@ -44,7 +44,7 @@ def inference_model(
 def predict_logits(
     forward: Callable[[LabeledBatch], Output],
     batches: Batches,
-    outputs: int,
+    num_outputs: int,
     device: torch.device,
     gather: Callable[[Any], list[Any]] = lambda local: [local],
 ) -> np.ndarray:
@@ -52,11 +52,11 @@ def predict_logits(
 
     The windows of each forward pass are the same for any number of ranks, so the logits do not depend on that number.
     """
-    every_batch = batches.every_window()
-    copies = ((batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in every_batch)
-    local = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(copies)]
-    logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
-    for part in gather(local):
-        for query_indices, values in part:
+    by_length = batches.batches_by_length()
+    pending = ((batch.query_indices, to_host(forward(batch.to(device)).logits.float())) for batch in by_length)
+    local_results = [(query_indices, values.numpy().copy()) for query_indices, values in arrivals(pending)]
+    logits = np.zeros((len(batches.windows.queries), num_outputs), np.float32)
+    for results in gather(local_results):  # one list per rank
+        for query_indices, values in results:
             logits[query_indices] = values
     return logits

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
     from pretrain.config import ModelConfig
 
-# Tokens of the whole training times layers and hidden size. Below this, compilation takes longer than it saves on a
-# CPU (docs/benchmarks/lab-notes.md).
-_SHORT = 2e9
-_SAMPLE = 256  # number of examples from which the number of tokens is estimated
+# Product of tokens in the whole training, layers and hidden size. Below this, compilation takes longer than it saves on
+# a CPU (docs/benchmarks/lab-notes.md).
+_MIN_WORK = 2e9
+_SAMPLE_SIZE = 256  # number of examples from which the number of tokens is estimated
 
 
 def is_short(
@@ -35,13 +35,13 @@ def is_short(
 
     if torch.cuda.is_available():
         return False
-    sample = examples[:_SAMPLE]
+    sample = examples[:_SAMPLE_SIZE]
     windows = task.windows(sample, encoder, training=True)
     units = max(1, windows.training_examples)
-    total = units * len(examples) // max(1, len(sample))
-    steps = config.filled(shape.hidden, total).total_steps(total)
+    total_units = units * len(examples) // max(1, len(sample))
+    steps = config.filled(shape.hidden, total_units).total_steps(total_units)
     tokens = steps * config.training.examples_per_step * len(windows.ids) / units
-    return tokens * shape.layers * shape.hidden < _SHORT
+    return tokens * shape.layers * shape.hidden < _MIN_WORK
 
 
 def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
@@ -94,13 +94,13 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     ]
     loaded = initial_state(config, task, released)
     head = released.task_head(task.head)
-    fitted = fits_output_layer(config, task, released)
-    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
+    is_fitted = fits_output_layer(config, task, released)
+    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not is_fitted}
     missing = [f"{part}.*" for part, is_used in parts.items() if is_used and f"{part}_weight" not in loaded]
     lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(missing)}"] if missing else [])]
     if task.head == "sequence" and head.pooling != "cls":
         lines.append(f"pooling: {head.pooling} of all tokens")
-    if fitted:
+    if is_fitted:
         lines.append("head.out.*: fitted to the frozen encoder's features")
     return "\n".join(lines)
 
@@ -114,23 +114,23 @@ def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: R
         return "pretraining heads"
     if rest.startswith(("dense_", "norm_")) and part == "head" and not released.task_head(task.head).activation:
         return f"the head of {config.task_name} has only one layer"
-    if rest.startswith("out_") and part == "head" and not _same_outputs(config, task, released):
+    if rest.startswith("out_") and part == "head" and not _has_same_outputs(config, task, released):
         return "an output layer of another task or of other labels"
     return ""
 
 
-def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
     """Return whether the checkpoint's output layer predicts what this task needs: its labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False
-    classes = released.config.get("architectures") or ()
+    architectures = released.config.get("architectures") or ()
     if task.head == "spans":
-        return any(name.endswith("ForQuestionAnswering") for name in classes)
+        return any(name.endswith("ForQuestionAnswering") for name in architectures)
     if task.objective == "value":
         # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
         kind = released.config.get("problem_type") or "regression"
-        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
+        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in architectures)
     label_map = released.config.get("id2label") or {}
     try:
         names = {int(number): name for number, name in label_map.items()}

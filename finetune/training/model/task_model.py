@@ -26,7 +26,7 @@ from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout streams of a token's key; the encoder uses the ones below
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # indices of random streams for dropout; the encoder uses the lower indices
 
 
 class Output(NamedTuple):
@@ -45,9 +45,9 @@ class TaskModel(Encoder):
         shape: sizes and dropout of the encoder.
         vocabulary_size: number of word embeddings.
         head: what the head predicts for: a sequence, tokens or spans.
-        objective: what it predicts, which determines the loss.
+        objective: what the head predicts, which determines the loss.
         outputs: number C of outputs.
-        layers: the family's layers between the encoder and the output layer.
+        head_layers: the family's layers between the encoder and the output layer.
         compile, activation_checkpointing: as `Encoder`.
     """
 
@@ -58,7 +58,7 @@ class TaskModel(Encoder):
         head: Head,
         objective: Objective,
         outputs: int,
-        layers: TaskHead,
+        head_layers: TaskHead,
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
@@ -66,15 +66,15 @@ class TaskModel(Encoder):
         super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.embeddings.tied = False
         self.objective, self.loss = objective, LOSSES[head, objective]
-        self.pooling = layers.pooling if head == "sequence" else "cls"
+        self.pooling = head_layers.pooling if head == "sequence" else "cls"
         self.reads_all_tokens = head == "spans" or self.pooling != "cls"
-        self.head = OutputHead(shape, outputs, layers)
+        self.head = OutputHead(shape, outputs, head_layers)
 
     @classmethod
     def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
         """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
-        layers, size = released.task_head(task.head), released.vocabulary_size
-        return cls(released.model, size, task.head, task.objective, task.outputs, layers, **options)
+        head_layers, size = released.task_head(task.head), released.vocabulary_size
+        return cls(released.model, size, task.head, task.objective, task.outputs, head_layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
         """Compute loss and logits of one micro-batch."""
@@ -146,20 +146,20 @@ def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple
     )
 
 
-def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the mean over the tokens of each window, fp32 [S, X]."""
+def window_means(hidden_TH: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the mean over the tokens of each window, fp32 [S, H]."""
     lengths_S = cu_seqlens.diff().long()
-    windows_S = torch.arange(len(lengths_S), device=values_TX.device)
+    windows_S = torch.arange(len(lengths_S), device=hidden_TH.device)
     # Without output_size, the host would wait for the device to compute it.
-    window_T = windows_S.repeat_interleave(lengths_S, output_size=len(values_TX))
-    values_TX = values_TX.float()
-    sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
-    return sums_SX / lengths_S[:, None]
+    window_T = windows_S.repeat_interleave(lengths_S, output_size=len(hidden_TH))
+    hidden_TH = hidden_TH.float()
+    sums_SH = hidden_TH.new_zeros(len(lengths_S), hidden_TH.shape[1]).index_add(0, window_T, hidden_TH)
+    return sums_SH / lengths_S[:, None]
 
 
-def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the maximum over the tokens of each window, fp32 [S, X]."""
-    return pool_tokens(values_TX.float(), cu_seqlens, "max")
+def window_maxima(hidden_TH: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the maximum over the tokens of each window, fp32 [S, H]."""
+    return pool_tokens(hidden_TH.float(), cu_seqlens, "max")
 
 
 _POOL = {"mean": window_means, "max": window_maxima}
@@ -174,12 +174,12 @@ def pool_windows(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor
     """Return (mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
     example_R = batch.example_of_window[batch.window_of_query]
     count = batch.examples
-    windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
+    num_windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
     sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
     labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
     labels_E[example_R] = batch.labels  # all windows of an example have the same labels
     weights_E = batch.weights.new_zeros(count).index_add(0, example_R, batch.weights)
-    return sums_EC / windows_E[:, None], labels_E, weights_E
+    return sums_EC / num_windows_E[:, None], labels_E, weights_E
 
 
 def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
@@ -195,7 +195,7 @@ def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 
 
 def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """Return the sum over examples of the weighted mean binary cross-entropy of C labels, in nats, fp32 scalar."""
+    """Return the weighted sum over examples of the mean binary cross-entropy of C labels, in nats, fp32 scalar."""
     logits_EC, labels_EC, weights_E = pool_windows(logits_RC, batch)
     true_EC = labels_EC > 0
     weight_EC = torch.where(true_EC, labels_EC, 1.0)
@@ -212,12 +212,12 @@ def value_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 def span_loss(logits_R2: Tensor, batch: LabeledBatch) -> Tensor:
     """Return the weighted sum over windows of the mean cross-entropy of start and end (softmax over the tokens)."""
     starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
-    windows = len(starts)
-    maxima_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
+    num_windows = len(starts)
+    maxima_S2 = logits_R2.detach().new_full((num_windows, 2), -torch.inf)
     index_R2 = batch.window_of_query[:, None].expand(-1, 2)
     maxima_S2 = maxima_S2.scatter_reduce(0, index_R2, logits_R2.detach(), "amax")
     shifted_R2 = logits_R2 - maxima_S2[batch.window_of_query]
-    sums_S2 = shifted_R2.new_zeros(windows, 2).index_add(0, batch.window_of_query, shifted_R2.exp())
+    sums_S2 = shifted_R2.new_zeros(num_windows, 2).index_add(0, batch.window_of_query, shifted_R2.exp())
     log_probabilities_R2 = shifted_R2 - sums_S2.log()[batch.window_of_query]
     losses_S2 = -torch.zeros_like(sums_S2).index_add(0, batch.window_of_query, log_probabilities_R2 * batch.labels)
     return (losses_S2.mean(1) * batch.weights[starts]).sum()

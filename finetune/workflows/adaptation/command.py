@@ -36,11 +36,11 @@ def add_to(commands: Any) -> None:
     )
     add_start(parser, "checkpoint to continue from", type=run_path, required=True)
     parser.add_argument("--out", type=parse_path, required=True, metavar="DIR", help="folder for all output")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
+    duration = parser.add_mutually_exclusive_group()
+    duration.add_argument(
         "--steps", type=positive_int, metavar="N", help="optimizer steps (default: depends on the size of the text)"
     )
-    length.add_argument(
+    duration.add_argument(
         "--minutes",
         type=float,
         metavar="M",

@@ -14,7 +14,7 @@ from pretrain.planning.text import mean_lengths, measured_phases
 
 CONFIG_FILE = "adapt.yaml"
 _SEQUENCE_LENGTH = 128  # lower if the model has fewer positions
-_MAX_SEQUENCES = 32  # maximum number per step; lower if the text has fewer
+_MAX_SEQUENCES = 32  # maximum number of sequences per step; lower if the text has fewer
 # (upper limit of the number of tokens, epochs); one epoch above the last limit. Smaller texts get more epochs, as in
 # Gururangan et al. 2020, "Don't Stop Pretraining": 1 for gigabytes of a domain's text, 100 for the text of a task.
 _EPOCHS = ((1e6, 10), (1e7, 5), (1e8, 2))
@@ -26,7 +26,7 @@ _PEAK_RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 def corpus_settings(
     name: str, folder: Path, checkpoint: Path, sources: list[dict[str, Any]], validation_share: float
 ) -> dict[str, Any]:
-    """Return the settings for preparing a corpus, with a placeholder phase (see `with_run_length`)."""
+    """Return the settings for preparing a corpus, with a placeholder phase (see `with_run_sequence_length`)."""
     corpus = {
         "dir": str(folder),
         "sources": sources,
@@ -42,8 +42,8 @@ def corpus_settings(
     }
 
 
-def with_run_length(config: PretrainConfig) -> PretrainConfig:
-    """Set the sequence length of the run in the config of its corpus, whose card reports the number of sequences."""
+def with_run_sequence_length(config: PretrainConfig) -> PretrainConfig:
+    """Return a corpus's config with the run's sequence length, so that the corpus card counts the run's sequences."""
     length = min(_SEQUENCE_LENGTH, config.model.max_positions)
     return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"sequence_length": length}),)})
 
@@ -55,7 +55,7 @@ def run_settings(
     steps: int,
     sequences: int = _MAX_SEQUENCES,
 ) -> dict[str, Any]:
-    """Return the settings of the run. `corpus` is the section corpus; `sequences` is the number per step."""
+    """Return the settings of the run, with the section `corpus` and this number of `sequences` per step."""
     out: Path = arguments.out
     workers = min(default_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def run_settings(
 
 
 def write_config(path: Path, config: PretrainConfig, *, started: bool) -> None:
-    """Write the config of a stage; `InputError` if the stage was `started` and its config differs from the new one."""
+    """Write the config of a stage. Raises `InputError` if the stage has `started` with a different config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if started and path.is_file():
         changes = settings.differences(load_config(path), config, ignore=())
@@ -93,7 +93,7 @@ def write_config(path: Path, config: PretrainConfig, *, started: bool) -> None:
 
 def sequences_per_step(config: PretrainConfig) -> int:
     """Return the number of sequences per step, at most as many as the prepared and the replayed text have together."""
-    # Counted as in training. Dividing the number of tokens is not enough: a document of 1.4 sequences becomes two.
+    # Sequences are counted as in training, because a document of 1.4 sequences becomes two.
     return min(_MAX_SEQUENCES, int(measured_phases(config)[0].samples_per_epoch))
 
 

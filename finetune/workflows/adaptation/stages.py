@@ -1,7 +1,4 @@
-"""Runs the stages of `adapt`: prepare, pretrain, export, report.
-
-If it was stopped, the same command continues it.
-"""
+"""Runs the stages of `adapt`: prepare, pretrain, export, report. The same command continues a stopped adaptation."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from finetune.workflows.adaptation.settings import (
     corpus_settings,
     run_settings,
     sequences_per_step,
-    with_run_length,
+    with_run_sequence_length,
     write_config,
 )
 from finetune.workflows.adaptation.texts import find_sources, held_out_share
@@ -38,8 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Run all stages; `arguments` come from the parser in `command`.
 
     Raises:
-        InputError: a path is wrong, or options differ from the earlier ones for the same --out.
-        RunError: the first stage that fails raises it.
+        InputError: a path is wrong, or a run of this command with the same --out had different options.
+        RunError: a stage failed.
     """
     check_arguments(arguments)
     started = time.monotonic()
@@ -96,43 +93,43 @@ class Stages:
         self._stage_number += 1
         print(f"\n[{self._stage_number}/{self._num_stages}] {title}", flush=True)
 
-    def _write_corpus_config(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
-        """Write the config of a corpus, and return its path."""
-        sources = find_sources(texts, self._out / f"{name}.jsonl")
-        files = (file for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
+    def _write_corpus_config(self, name: str, paths: Sequence[Path], added_words: int) -> Path:
+        """Write the config of a corpus of the files and folders `paths`, and return the path of the config."""
+        sources = find_sources(paths, self._out / f"{name}.jsonl")
+        files = (file for path in paths for file in ([path] if path.is_file() else path.rglob("*")))
         share = held_out_share(sum(file.stat().st_size for file in files))
         values = corpus_settings(name, self._out / name, self._arguments.start_from, sources, share)
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
         overrides = [item for item in self._arguments.set if item.startswith("corpus.") and item[:10] != "corpus.dir"]
-        config = with_run_length(pretraining.read_config(values, overrides))
+        config = with_run_sequence_length(pretraining.read_config(values, overrides))
         for index, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{index}")  # raises an error if a table lacks the text column
-        path = self._out / f"{name}.yaml"
-        write_config(path, config, started=(self._out / name).exists())
-        return path
+        config_path = self._out / f"{name}.yaml"
+        write_config(config_path, config, started=(self._out / name).exists())
+        return config_path
 
     def _write_run_config(self, corpus_config: Path) -> Path:
         """Write the config of the run, with batch size and steps for the prepared text, and return its path."""
         arguments, path = self._arguments, self._out / CONFIG_FILE
-        section = settings.read_values(corpus_config)["corpus"]
-        section["vocabulary"] = {"added_words": arguments.new_words}
+        corpus = settings.read_values(corpus_config)["corpus"]
+        corpus["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus_config).model
-        one_step = pretraining.read_config(run_settings(arguments, section, model, 1), arguments.set)
-        sequences = sequences_per_step(one_step)
+        one_step_config = pretraining.read_config(run_settings(arguments, corpus, model, 1), arguments.set)
+        sequences = sequences_per_step(one_step_config)
         started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have rejected the config
         if started and not arguments.steps:
             steps = load_config(path).total_steps
         else:
-            values = run_settings(arguments, section, model, 1, sequences)
+            values = run_settings(arguments, corpus, model, 1, sequences)
             steps = choose_steps(pretraining.read_config(values, arguments.set), arguments)
-        values = run_settings(arguments, section, model, steps, sequences)
+        values = run_settings(arguments, corpus, model, steps, sequences)
         write_config(path, pretraining.read_config(values, arguments.set), started=started)
         return path
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:
-    """Write the report; print its summary, what was gained and lost, and the next command."""
+    """Write the report; print its summary, the changes of the held-out metrics, and the next command."""
     from pretrain.reporting import report
 
     out: Path = arguments.out

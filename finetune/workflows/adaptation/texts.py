@@ -1,4 +1,4 @@
-"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text so that some can be held out."""
+"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text into documents, to hold some out."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from pretrain.corpus.formats import PLAIN, files_below, kind_of, passages_of
 from pretrain.corpus.inputs import SKIP_COUNTERS, Problems, first_faults
 from pretrain.corpus.sources import books
 
-_MIN_FILES = 100  # fewer plain-text files are cut into documents, so that a small share of the text can be held out
+_MIN_FILES = 100  # if there are fewer plain-text files, they are cut, so that a small share of the text can be held out
 _DOCUMENT_CHARACTERS = 8_000  # approximate length of a document cut from plain text; less if the text is short
 _NUM_DOCUMENTS = 20  # approximate number of documents cut from a short text
 _MIN_DOCUMENTS = 3  # minimum number of documents: two are held out, and one is trained on
@@ -23,15 +23,15 @@ _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _MIN_SHARE, _MAX_SHARE = 0.005, 0.1  # limits of the share of the text to hold out
 
 
-def find_sources(texts: Sequence[Path], out: Path) -> list[dict[str, Any]]:
-    """Return `corpus.sources` for files and folders. A few plain-text files are cut into documents, written to `out`.
+def find_sources(paths: Sequence[Path], out: Path) -> list[dict[str, Any]]:
+    """Return `corpus.sources` for files and folders. If plain-text files are cut, their documents are written to `out`.
 
     Raises:
         InputError: a path does not exist, there is too little text, or a folder has files of several formats.
     """
     sources: list[dict[str, Any]] = []
-    plain: list[Path] = []
-    for path in texts:
+    plain_files: list[Path] = []
+    for path in paths:
         files = files_below(path, problems := Problems())
         if problems.entries():
             print(f"  warning: {first_faults(problems.entries())}.")
@@ -39,17 +39,18 @@ def find_sources(texts: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         if len(kinds) > 1:
             raise InputError(f"{path}: has files of several formats: {', '.join(sorted(kinds))}. Pass them one by one.")
         if kinds == {PLAIN} and len(files) < _MIN_FILES:
-            plain += files
+            plain_files += files
         else:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
-    if plain:
-        count = _write_documents(plain, out)
-        if count < _MIN_DOCUMENTS and not sources:
+    if plain_files:
+        num_documents = _write_documents(plain_files, out)
+        if num_documents < _MIN_DOCUMENTS and not sources:
             raise InputError(
-                f"{_first_names(plain)}: {counted(count, 'document')}; at least {_MIN_DOCUMENTS} are needed, as 2 are "
-                "held out. Add text, or separate its paragraphs by blank lines: documents are cut there."
+                f"{_first_names(plain_files)}: {counted(num_documents, 'document')}; at least {_MIN_DOCUMENTS} are "
+                "needed, as 2 are held out. Add text, or separate paragraphs by blank lines: documents are cut there."
             )
-        sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(out)})
+        name = plain_files[0].stem if len(plain_files) == 1 else "texts"
+        sources.append({"kind": "jsonl", "name": name, "path": str(out)})
     return sources
 
 
@@ -61,7 +62,7 @@ def held_out_share(num_bytes: int) -> float:
 def _write_documents(files: Sequence[Path], out: Path) -> int:
     """Cut `files` at paragraphs into documents, write them to the JSONL file `out`, and return their number.
 
-    If `out` has this content already, it is not rewritten: a prepared corpus checks its modification time.
+    If `out` has this content already, it is not rewritten: a prepared corpus checks the file's modification time.
     Raises `InputError` if there is no text.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def _print_skipped(files: Sequence[Path], problems: Problems) -> None:
 
 
 def _paragraphs(text: str, problems: Problems) -> str:
-    """Return the paragraphs of `text`, one per line; if it has hardly any blank lines, return its lines."""
+    """Return the paragraphs of `text`, one per line; if it has few blank lines, each of its lines is a paragraph."""
     text = text.replace("\r\n", "\n").strip()
     if "\n" in text and len(text) <= _DOCUMENT_CHARACTERS * len(_BLANK_LINE.split(text)):
         return books.paragraphs(text, problems)

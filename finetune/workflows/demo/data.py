@@ -24,13 +24,13 @@ _NUM_PACKAGES = 6
 # without pretraining recognizes a package by its words.
 _MAX_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
 _MAX_DEV = 400  # maximum number of held-out examples of each set
-_MAX_MODULES = 250  # maximum modules per package: they have enough text, and are read in seconds
+_MAX_MODULES = 250  # maximum modules per package: this is enough text, and is read in seconds
 _DEV_SHARE = 0.2  # share of modules to hold out
 _FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED_NODES = (ast.Module, ast.ClassDef, *_FUNCTION_NODES)
 _STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that contain statements
-_CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
-_RETURN = re.compile(
+_CODE_NAME = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
+_RETURN_PHRASE = re.compile(
     r"\breturns? (?P<what>(?:an?|the|true|whether|all|each|number)\b[^.;:()\n]{3,80})[.;]", re.IGNORECASE
 )
 
@@ -38,7 +38,7 @@ _RETURN = re.compile(
 @dataclass(frozen=True)
 class _Docstring:
     package: str
-    module: str  # path of its file
+    module: str  # path of the module's file
     name: str  # name of the function; empty for a module or class
     text: str
 
@@ -49,7 +49,7 @@ def write_sets(folder: Path) -> dict[str, dict[str, int]]:
     Modules are split by a hash of their path, so the two splits have no module in common.
     """
     extractors = {"packages": _package_records, "names": _name_records, "returns": _return_records}
-    docstrings = list(_docstrings())
+    docstrings = list(_read_docstrings())
     counts: dict[str, dict[str, int]] = {}
     for name, extract in extractors.items():
         records = extract(docstrings)
@@ -103,13 +103,13 @@ def _name_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the text without the backticks of code names, and these names as entities."""
-    plain, end, entities = "", 0, []
-    for match in _CODE.finditer(text):
-        plain += text[end : match.start()]
-        entities.append({"start": len(plain), "end": len(plain) + len(match["code"]), "type": "CODE"})
-        plain += match["code"]
+    plain_text, end, entities = "", 0, []
+    for match in _CODE_NAME.finditer(text):
+        plain_text += text[end : match.start()]
+        entities.append({"start": len(plain_text), "end": len(plain_text) + len(match["code"]), "type": "CODE"})
+        plain_text += match["code"]
         end = match.end()
-    return plain + text[end:], entities
+    return plain_text + text[end:], entities
 
 
 def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
         if not docstring.name or docstring.name.startswith("_"):
             continue
         context = " ".join(" ".join(running_text(docstring.text)).split()[:120])
-        match = _RETURN.search(context)
+        match = _RETURN_PHRASE.search(context)
         if match is None or len(match["what"].split()) > 14:
             continue
         records.setdefault(
@@ -135,13 +135,13 @@ def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     return list({record["id"]: record for record in records.values()}.values())
 
 
-def _docstrings() -> Iterator[_Docstring]:
-    """Yield docstrings of some modules of each of the largest packages; the standard library counts as one package."""
+def _read_docstrings() -> Iterator[_Docstring]:
+    """Yield the docstrings of some modules of each of the largest packages, one of which is the standard library."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)
-    largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:_NUM_PACKAGES]
-    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MAX_MODULES]):
+    packages = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:_NUM_PACKAGES]
+    for path in (path for package in packages for path in sorted(by_package[package], key=_hash)[:_MAX_MODULES]):
         for name, text in named_docstrings(Path(path).read_bytes()):
             yield _Docstring(_package(path), path, name, text)
 

@@ -28,12 +28,12 @@ from pretrain.reporting.report import FINETUNED
 from pretrain.run import api as pretraining
 
 _CONFIG = "tiny"
-_MINUTES = 6.0  # default time for pretraining
-STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
+_DEFAULT_MINUTES = 6.0  # for pretraining
+STARTS = {"pretrained": False, "random": True}  # {name of the initial weights: value of the setting random_weights}
 DATA = "labeled"  # folder of the labeled sets, in the run folder
 _COUNTS = "counts.json"  # sizes of the labeled sets, written after all of them
-_NUM_EXAMPLES = 4  # examples of each task in the report, with predictions
-_MAX_CHARACTERS = 320  # maximum length of such an example
+_NUM_EXAMPLES = 4  # number of examples of each task that the report shows, with predictions
+_MAX_CHARACTERS = 320  # maximum length of an example in the report
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     }
     settings = [*as_overrides(values), *arguments.set]
     _print_title(1, "tokenizing text into shards")
-    # If packages have been installed since then, a new corpus would differ, and the run could not resume.
+    # If packages were installed after an earlier demo, a new corpus would differ, and the run could not resume.
     if (arguments.data_dir / MANIFEST).is_file():
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
     else:
         print(pretraining.prepare(_CONFIG, overrides=settings))
     _print_title(2, "training")
     sets_steps = any(value.startswith("phases.0.steps=") for value in arguments.set)
-    minutes = _MINUTES if arguments.minutes is None else arguments.minutes
+    minutes = _DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
     run = pretraining.train(_CONFIG, overrides=settings, minutes=None if sets_steps else minutes or None, resume=True)
     _print_title(3, "export")
     print(pretraining.export(run, folder / "export"))
@@ -133,13 +133,13 @@ def _model_title(task: DemoTask, start: str) -> str:
 
 def _finetune_once(task: DemoTask, start: str, folder: Path, data: Path) -> None:
     """Fine-tune one model, unless an earlier demo has finished it."""
-    target = folder / "finetuned" / f"{task.name}-{start}"
-    if (target / MODEL / MANIFEST).is_file():
+    run_folder = folder / "finetuned" / f"{task.name}-{start}"
+    if (run_folder / MODEL / MANIFEST).is_file():
         print("      finished by an earlier demo", flush=True)
         return
     settings = {
         "name": f"demo-{task.name}-{start}",
-        "run_dir": target,
+        "run_dir": run_folder,
         "start_from": folder / "export",
         "random_weights": STARTS[start],
         f"{task.section}.train": data / f"{task.name}-train.jsonl",
@@ -152,14 +152,14 @@ def _finetune_once(task: DemoTask, start: str, folder: Path, data: Path) -> None
 
 
 def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return a task's part of the report: scores of finished models, and examples predicted by the pretrained one."""
+    """Return a task's part of the report: the finished models' scores, and predictions of the pretrained model."""
     runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
-    finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
-    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
+    finished_runs = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
+    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished_runs.items()}
     metric = next((record["metric"] for record in scores.values()), "")
     examples = []
-    if "pretrained" in finished:
-        predictions = _read_lines(finished["pretrained"] / "predictions" / "dev.jsonl")
+    if "pretrained" in finished_runs:
+        predictions = _read_lines(finished_runs["pretrained"] / "predictions" / "dev.jsonl")
         examples = _examples(task, predictions, _read_lines(folder / DATA / f"{task.name}-dev.jsonl"))
     return {
         "title": task.title,
@@ -180,12 +180,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _examples(task: DemoTask, predictions: list[dict[str, Any]], gold: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _examples(task: DemoTask, predictions: list[dict[str, Any]], labeled: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a few short held-out examples with their predictions: {"pieces": [[text, mark]], "note": ...}."""
     make_example = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
     examples = (
         make_example(prediction, record)
-        for prediction, record in zip(predictions, gold, strict=True)
+        for prediction, record in zip(predictions, labeled, strict=True)
         if len(record.get("context", record.get("text", ""))) <= _MAX_CHARACTERS
     )
     return [example for example, _ in zip(examples, range(_NUM_EXAMPLES), strict=False)]

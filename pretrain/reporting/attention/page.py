@@ -16,9 +16,9 @@ from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
 from pretrain.reporting.pages import write_page
 from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
-_MAX_WEIGHTS = 12_000_000  # number of weights of all heads on the page: 32 MB of HTML, which a phone can still open
+_MAX_WEIGHTS = 12_000_000  # maximum weights of all heads on a page: 32 MB of HTML, which a phone can still open
 _WINDOW_TOKENS = 512  # maximum tokens of the windows into which lines are cut, as in Clark et al.'s models
-_NUM_STRONGEST = 3  # number of heads named for each kind
+_NUM_STRONGEST = 3  # number of heads listed for each kind of token
 
 
 class StrongHead(NamedTuple):
@@ -42,7 +42,7 @@ def write_attention_page(
         folder: a run, an export, a released or a fine-tuned model.
         text: the input whose matrices are drawn; by default the first line of the file.
         pair: the second segment of a pair.
-        texts: UTF-8 file with one input per line, over which heads are averaged; by default `text`.
+        texts: UTF-8 file with one input per line, over which each head is averaged; by default only over `text`.
 
     Raises:
         InputError: there is no input, it is too long to draw, or the model or the file cannot be read.
@@ -54,11 +54,11 @@ def write_attention_page(
         text = lines[0]
     values = page_values(folder, text, pair, lines)
     write_page(out, "attention.html.j2", name=folder.resolve().name, folder=folder, heads=values)
-    lines = ["the heads (layer-head) that attend most to"]
-    for kind, even, heads in values["strongest"]:
+    summary = ["the heads (layer-head) that attend most to"]
+    for kind, uniform, heads in values["strongest"]:
         shares = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
-        lines.append(f"  {kind:26}{shares}   (uniform {even})")
-    return "\n".join(lines)
+        summary.append(f"  {kind:26}{shares}   (uniform {uniform})")
+    return "\n".join(summary)
 
 
 def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
@@ -67,17 +67,17 @@ def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequenc
     shape = model.shape
     tokens = _tokens_to_draw(model, text, pair)
     weights = model.weights(tokens)
-    statistics = _statistics(model, lines) if lines else HeadStatistics()
+    statistics = _head_statistics(model, lines) if lines else HeadStatistics()
     if not lines:
-        statistics.add(weights, tokens.marked)
+        statistics.add(weights, tokens.marks)
     return {
         "model": f"{model.family}, {shape.depth} layers x {shape.hidden}, {shape.heads} heads per layer",
         "data": _page_data(tokens, weights, statistics),
         "tokens": len(tokens),
         "averaged": f"{statistics.tokens:,} tokens of {counted(statistics.texts, 'text')}",
         "strongest": [
-            (KINDS[kind], f"{even:.1%}", strongest_heads(statistics.shares[kind], _NUM_STRONGEST))
-            for kind, even in _present_kinds(statistics)
+            (KINDS[kind], f"{uniform:.1%}", strongest_heads(statistics.shares[kind], _NUM_STRONGEST))
+            for kind, uniform in _present_kinds(statistics)
         ],
         "strips": list(_strips(statistics)),
     }
@@ -109,37 +109,37 @@ def _tokens_to_draw(model: AttentionModel, text: str, pair: str | None) -> Displ
             f"({heads} heads, {model.shape.max_positions} positions). Give a shorter one; lines of --texts may have "
             "any length."
         )
-    if (tokens.marked.first | tokens.marked.separator).all():
+    if (tokens.marks.first | tokens.marks.separator).all():
         raise InputError("attention: the text has no token. Give one with words.")
     return tokens
 
 
-def _statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
+def _head_statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
     statistics = HeadStatistics()
     for line in lines:
         for window in model.windows(line, min(_WINDOW_TOKENS, model.shape.max_positions)):
-            statistics.add(model.weights(window), window.marked)
+            statistics.add(model.weights(window), window.marks)
     return statistics
 
 
 def _page_data(tokens: DisplayTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
     """Return the data for the page's script. Weights are uint16 (65,535 means 1), base64 of [N, L, L] per layer."""
-    special = tokens.marked.first | tokens.marked.separator
+    special = tokens.marks.first | tokens.marks.separator
     return {
         "heads": len(weights[0]),
         "tokens": [
             {"text": text, "special": bool(is_special), "joined": joined}
-            for text, is_special, joined in zip(tokens.spellings, special, tokens.joined, strict=True)
+            for text, is_special, joined in zip(tokens.spellings, special, tokens.continues_word, strict=True)
         ],
         "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
         "kinds": [
             {
                 "name": kind,
                 "label": KINDS[kind],
-                "even": round(even, 4),
+                "even": round(uniform, 4),
                 "shares": statistics.shares[kind].round(4).tolist(),
             }
-            for kind, even in _present_kinds(statistics)
+            for kind, uniform in _present_kinds(statistics)
         ],
         "entropy": statistics.entropy.round(4).tolist(),
         "even_entropy": round(statistics.even_entropy, 4),
@@ -147,8 +147,8 @@ def _page_data(tokens: DisplayTokens, weights: list[np.ndarray], statistics: Hea
 
 
 def _present_kinds(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
-    """Return the kinds of tokens that occur in the input, each with its share under uniform attention."""
-    return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
+    """Return (kind, its share under uniform attention) of the kinds of tokens that occur in the input."""
+    return ((kind, uniform) for kind, uniform in statistics.even_shares.items() if uniform > 0)
 
 
 def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
@@ -159,8 +159,8 @@ def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
 
 
 def _strips(statistics: HeadStatistics) -> Iterator[str]:
-    for kind, even in _present_kinds(statistics):
+    for kind, uniform in _present_kinds(statistics):
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
-        yield strip_chart(title, statistics.shares[kind], even, format_y=percent)
+        yield strip_chart(title, statistics.shares[kind], uniform, format_y=percent)
     yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, format_y=lambda nats: f"{nats:.3g}")

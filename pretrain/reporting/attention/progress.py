@@ -11,8 +11,8 @@ from pretrain.reporting.charts import Series, line_chart
 from pretrain.run.attention.history import RECORDED_KINDS, read_history, unpack_matrix
 from pretrain.run.attention.kinds import KINDS
 
-_MAX_HEADS, _MAX_STEPS = 3, 6  # number of heads, and of steps for each, that are drawn
-_LEVELS = 6  # number of opacity levels
+_MAX_HEADS, _MAX_STEPS = 3, 6  # maximum number of heads, and of steps per head, whose matrices are drawn
+_NUM_LEVELS = 6  # number of opacity levels
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class AttentionSection:
     Attributes:
         text: the text whose matrices are drawn; "" if the corpus's tokenizer no longer exists.
         heads: matrices of a few heads.
-        charts: <figure> for each kind of token, over the steps.
+        charts: a <figure> for each kind of token: shares of attention over the steps.
     """
 
     text: str
@@ -43,21 +43,21 @@ def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
     history = read_history(run_dir)
     if not history.get("records"):
         return None
-    records, even = history["records"], {**history["even_shares"], "entropy": history["even_entropy"]}
+    records, uniform = history["records"], {**history["even_shares"], "entropy": history["even_entropy"]}
     return AttentionSection(
         text=_decode(history["picture"], corpus),
-        heads=_head_pictures(history, even),
-        charts=[_chart(kind, records) for kind in (*RECORDED_KINDS, "entropy") if even[kind] > 0],
+        heads=_head_pictures(history, uniform),
+        charts=[_chart(kind, records) for kind in (*RECORDED_KINDS, "entropy") if uniform[kind] > 0],
     )
 
 
 def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
     """Return an <svg> of a matrix of attention weights; opacity is the rounded square root of the weight."""
     length = len(weights_LL)
-    levels_LL = np.rint(np.sqrt(weights_LL) * _LEVELS).astype(int)
+    levels_LL = np.rint(np.sqrt(weights_LL) * _NUM_LEVELS).astype(int)
     paths = [
-        f'<path opacity="{level / _LEVELS:.2f}" d="{_rectangles(levels_LL == level)}"/>'
-        for level in range(1, _LEVELS + 1)
+        f'<path opacity="{level / _NUM_LEVELS:.2f}" d="{_rectangles(levels_LL == level)}"/>'
+        for level in range(1, _NUM_LEVELS + 1)
         if (levels_LL == level).any()
     ]
     return f'<svg class="matrix" viewBox="0 0 {length} {length}" role="img" aria-label="{label}">{"".join(paths)}</svg>'
@@ -80,13 +80,13 @@ def _decode(ids: list[int], corpus: Path) -> str:
     return Tokenizer.from_file(str(corpus / "tokenizer.json")).decode(ids, skip_special_tokens=True)
 
 
-def _head_pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
-    """Draw the heads that attend most to a kind of token at the end, one head per kind."""
-    last = len(records := history["records"]) - 1
+def _head_pictures(history: dict[str, Any], uniform: dict[str, float]) -> list[HeadPictures]:
+    """Draw the heads that attend most to a kind of token at the last step, one head per kind."""
+    records, last = history["records"], len(history["records"]) - 1
     indices = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))  # evenly spread
-    chosen = records if last < _MAX_STEPS else [records[index] for index in indices]
+    drawn = records if last < _MAX_STEPS else [records[index] for index in indices]
     pictures = []
-    for index, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
+    for index, kind, share in distinct_heads(history["heads"], records[-1]["shares"], uniform):
         layer, head = history["heads"][index]
         name = f"head {layer + 1}-{head + 1}"
         matrices = [
@@ -94,19 +94,19 @@ def _head_pictures(history: dict[str, Any], even: dict[str, float]) -> list[Head
                 record["step"],
                 matrix_svg(unpack_matrix(record["matrices"][index]), f"attention of {name}, step {record['step']}"),
             )
-            for record in chosen
+            for record in drawn
         ]
         pictures.append(HeadPictures(f"{name.capitalize()}: {share:.0%} to {KINDS[kind]}", matrices))
     return pictures
 
 
 def distinct_heads(
-    heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
+    heads: list[list[int]], shares: dict[str, Any], uniform: dict[str, float]
 ) -> list[tuple[int, str, float]]:
-    """Return (index in `heads`, kind, share) of the shares furthest above uniform, with distinct heads and kinds."""
+    """Return (index in `heads`, kind, share) of the shares that exceed `uniform` most; no head or kind is repeated."""
     candidates = sorted(
         (
-            (shares[kind][layer][head] - even[kind], index, kind)
+            (shares[kind][layer][head] - uniform[kind], index, kind)
             for kind in RECORDED_KINDS
             for index, (layer, head) in enumerate(heads)
         ),
@@ -115,12 +115,12 @@ def distinct_heads(
     chosen: list[tuple[int, str, float]] = []
     for excess, index, kind in candidates:
         if len(chosen) < _MAX_HEADS and all(index != i and kind != k for i, k, _ in chosen):
-            chosen.append((index, kind, excess + even[kind]))
+            chosen.append((index, kind, excess + uniform[kind]))
     return chosen
 
 
 def _chart(kind: str, records: list[dict[str, Any]]) -> str:
-    """Chart the head that attends most to `kind` at the end, and the mean of all heads."""
+    """Draw a chart of the head that attends most to `kind` at the last step, and of the mean of all heads."""
     values = {r["step"]: np.array(r["entropy"] if kind == "entropy" else r["shares"][kind]) for r in records}
     last = values[records[-1]["step"]]
     index = int(last.argmin() if kind == "entropy" else last.argmax())

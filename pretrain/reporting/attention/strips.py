@@ -9,7 +9,7 @@ from pretrain.reporting.charts import ticks
 
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
-_SPREAD = 0.6  # share of a layer's width on which its heads are drawn side by side
+_SPREAD = 0.6  # share of a layer's width that its heads, side by side, take
 
 
 def percent(share: float) -> str:
@@ -17,22 +17,22 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
 
 
-def strip_chart(title: str, values: np.ndarray, even: float, *, format_y: Callable[[float], str]) -> str:
-    """Return a <figure> with one dot per head, a line through the layers' means, and a line at `even`.
+def strip_chart(title: str, values: np.ndarray, uniform: float, *, format_y: Callable[[float], str]) -> str:
+    """Return a <figure> with one dot per head, a line through the layers' means, and a line at `uniform`.
 
     Args:
         title: title of the chart.
         values: float [layers, heads], not negative.
-        even: the value under uniform attention.
+        uniform: the value under uniform attention.
         format_y: formats a value.
     """
     layers, heads = values.shape
-    y_ticks = ticks(0.0, max(float(values.max()), even, 1e-3), 4)
+    y_ticks = ticks(0.0, max(float(values.max()), uniform, 1e-3), 4)
 
     def x(layer: int, head: float) -> float:
         width = (_WIDTH - _LEFT - _RIGHT) / layers
-        within = 0.5 + _SPREAD * ((head + 0.5) / heads - 0.5)
-        return round(_LEFT + width * (layer + within), 1)
+        offset = 0.5 + _SPREAD * ((head + 0.5) / heads - 0.5)
+        return round(_LEFT + width * (layer + offset), 1)
 
     def y(value: float) -> float:
         return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / y_ticks[-1]), 1)
@@ -42,7 +42,7 @@ def strip_chart(title: str, values: np.ndarray, even: float, *, format_y: Callab
         f'<text x="{_LEFT - 6}" y="{y(tick) + 4}" text-anchor="end">{escape(format_y(tick))}</text>'
         for tick in y_ticks
     ]
-    parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(even)}" y2="{y(even)}"/>')
+    parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(uniform)}" y2="{y(uniform)}"/>')
     label_step = -(-layers // 12)
     parts += [
         f'<text x="{x(layer, (heads - 1) / 2)}" y="{_HEIGHT - 8}" text-anchor="middle">{layer + 1}</text>'

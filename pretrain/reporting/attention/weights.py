@@ -27,15 +27,15 @@ class DisplayTokens:
 
     Attributes:
         spellings: each token as spelled in the input, or the name of a special token.
-        joined: whether each token continues the previous token's word.
+        continues_word: whether each token continues the previous token's word.
         token_types: int64 [L].
-        marked: the kinds of the tokens, for statistics.
+        marks: the kinds of the tokens, for statistics.
     """
 
     spellings: tuple[str, ...]
-    joined: tuple[bool, ...]
+    continues_word: tuple[bool, ...]
     token_types: np.ndarray
-    marked: TokenMarks
+    marks: TokenMarks
 
     def __len__(self) -> int:
         return len(self.spellings)
@@ -74,26 +74,26 @@ class AttentionModel:
 
     def weights(self, tokens: DisplayTokens) -> list[np.ndarray]:
         """Return the attention weights of each layer, float32 [N, L, L]; the weights of each query sum to 1."""
-        arrays = (tokens.marked.ids, tokens.token_types)
+        arrays = (tokens.marks.ids, tokens.token_types)
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
-        collected: list[torch.Tensor] = []
+        attentions: list[torch.Tensor] = []
         with torch.inference_mode():
             types = types_1L if self._segments else None
-            self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=collected)
-        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
+            self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=attentions)
+        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in attentions]
 
 
 def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens:
     """Convert an encoding of the tokenizers library."""
     spellings: list[str] = []
-    joined: list[bool] = []
-    words: list[tuple[int, int] | None] = []
+    continues_word: list[bool] = []
+    words: list[tuple[int, int] | None] = []  # (segment, index of the word) of each token; None for special tokens
     last_end: tuple[int | None, int] = (None, -1)  # segment and end offset of the last token
     for index, name in enumerate(encoding.tokens):
         segment = None if encoding.special_tokens_mask[index] else encoding.sequence_ids[index]
         if segment is None:
             spellings.append(name)
-            joined.append(False)
+            continues_word.append(False)
             words.append(None)
             continue
         segment_text, (start, end) = (text, pair or "")[segment], encoding.offsets[index]
@@ -102,28 +102,27 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
         spellings.append(segment_text[start:end].strip() or name)
         # Without word boundaries, each token is a word.
         word = (segment, -1 - index if encoding.word_ids[index] is None else encoding.word_ids[index])
-        joined.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
+        continues_word.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (segment, end)
-    return DisplayTokens(
-        tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _mark_kinds(encoding, spellings, words)
-    )
+    marks = _mark_kinds(encoding, spellings, words)
+    return DisplayTokens(tuple(spellings), tuple(continues_word), np.array(encoding.type_ids, np.int64), marks)
 
 
 def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
-    special = np.array([word is None for word in words])
-    first = special & (np.arange(len(special)) == 0)
+    is_special = np.array([word is None for word in words])
+    is_first = is_special & (np.arange(len(is_special)) == 0)
     spelled: dict[tuple[int, int], str] = {}
     for spelling, word in zip(spellings, words, strict=True):
         if word is not None:
             spelled[word] = spelled.get(word, "") + spelling.lower()
     word_ids = {spelling: index for index, spelling in enumerate(dict.fromkeys(spelled.values()))}
-    order = {word: index for index, word in enumerate(spelled)}
+    word_indices = {word: index for index, word in enumerate(spelled)}
     return TokenMarks(
         ids=np.array(encoding.ids, np.int64),
-        first=first,
-        separator=special & ~first,
+        first=is_first,
+        separator=is_special & ~is_first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
         word=np.array([-1 if word is None else word_ids[spelled[word]] for word in words]),
-        word_index=np.array([-1 if word is None else order[word] for word in words]),
+        word_index=np.array([-1 if word is None else word_indices[word] for word in words]),
     )

@@ -5,8 +5,8 @@ const tokens = data.tokens, length = tokens.length, layers = data.weights.length
 const MAX_LINES = 3000, THUMBNAIL = 72;
 const view = { layer: 0, head: 0, kind: null, from: null, to: null, pinned: false };
 
-// For each layer, the matrices of its heads, row by row; 65,535 is all of a token's attention.
-const weights = data.weights.map(text => new Uint16Array(Uint8Array.from(atob(text), one => one.charCodeAt(0)).buffer));
+// For each layer, the matrices of its heads, row by row; 65,535 stands for a weight of 1.
+const weights = data.weights.map(text => new Uint16Array(Uint8Array.from(atob(text), byte => byte.charCodeAt(0)).buffer));
 const weight = (from, to) => weights[view.layer][(view.head * length + from) * length + to] / 65535;
 const percent = share => Number((100 * share).toPrecision(share < 0.1 ? 2 : 3)) + "\u00a0%";
 const nats = value => Number(value.toPrecision(3)) + " nats";
@@ -139,8 +139,8 @@ const paintMatrix = () => {
 };
 const atPointer = event => {
   const box = canvas.getBoundingClientRect();
-  const place = (offset, margin) => Math.floor((offset - margin) / frame.cell);
-  const [to, from] = [place(event.clientX - box.left, frame.left), place(event.clientY - box.top, frame.top)];
+  const cellAt = (offset, margin) => Math.floor((offset - margin) / frame.cell);
+  const [to, from] = [cellAt(event.clientX - box.left, frame.left), cellAt(event.clientY - box.top, frame.top)];
   return from >= 0 && from < length && to >= 0 && to < length ? [from, to] : null;
 };
 const readMatrix = () => {
@@ -172,7 +172,7 @@ const line = (group, from, to, value, other = false) => group.append(draw("line"
 }));
 const layOut = () => {
   const width = Math.max(260, box.clientWidth), left = Math.round(Math.min(0.36 * width, 170));
-  const most = Math.floor((left - 44) / 7.2);
+  const maxCharacters = Math.floor((left - 44) / 7.2);
   sides = { left, right: width - left, width };
   svg.setAttribute("viewBox", `0 0 ${width} ${length * pitch + 4}`);
   svg.setAttribute("aria-label", "tokens joined by lines; the arrow keys choose a token");
@@ -180,27 +180,27 @@ const layOut = () => {
   for (const side of ["from", "to"])
     tokens.forEach((token, n) => {
       const left = side === "from", x = left ? sides.left : sides.right, y = n * pitch;
-      const text = tokenLabel(token).length > most ? tokenLabel(token).slice(0, most - 1) + "…" : tokenLabel(token);
+      const text = tokenLabel(token).length > maxCharacters ? tokenLabel(token).slice(0, maxCharacters - 1) + "…" : tokenLabel(token);
       const shade = draw("rect", { x: left ? 0 : x, y: y + 1, width: sides.left, height: pitch - 2, rx: 3, opacity: 0, class: `shade ${side}` });
       const word = draw("text", { x, y: y + pitch * 0.7, "text-anchor": left ? "end" : "start", ...(token.special ? { class: "special" } : {}) }, text);
       const figure = draw("text", { x: left ? 0 : width, y: y + pitch * 0.7, "text-anchor": left ? "start" : "end", class: `weight ${side}` });
       const target = draw("rect", { x: left ? 0 : x, y, width: sides.left, height: pitch, class: "target" });
       target.addEventListener("pointerenter", event => { if (event.pointerType === "mouse" && !view.pinned) choose(side, n); });
       target.addEventListener("click", () => {
-        const same = view.pinned && view[side] === n && view[left ? "to" : "from"] === null;
-        view.pinned = !same;
-        same ? clear() : choose(side, n);
+        const isChosen = view.pinned && view[side] === n && view[left ? "to" : "from"] === null;
+        view.pinned = !isChosen;
+        isChosen ? clear() : choose(side, n);
       });
       labels.append(shade, word, figure, target);
     });
 };
 const paintLines = () => {
-  const found = [];
+  const visible = [];
   for (let i = 0; i < length; i++)
-    for (let j = 0; j < length; j++) if (weight(i, j) > 0.02) found.push([i, j, weight(i, j)]);
-  found.sort((a, b) => b[2] - a[2]);
+    for (let j = 0; j < length; j++) if (weight(i, j) > 0.02) visible.push([i, j, weight(i, j)]);
+  visible.sort((a, b) => b[2] - a[2]);
   allLines.replaceChildren();
-  for (const one of found.slice(0, MAX_LINES)) line(allLines, ...one);
+  for (const entry of visible.slice(0, MAX_LINES)) line(allLines, ...entry);
 };
 const choose = (side, n) => {
   [view.from, view.to] = side === "from" ? [n, null] : [null, n];
@@ -221,21 +221,21 @@ svg.addEventListener("keydown", event => {
   choose("from", ((view.from ?? (step > 0 ? -1 : length)) + step + length) % length);
 });
 
-// The chosen token in both pictures: its weights next to the tokens, and only its lines.
+// Marks the chosen token in both pictures; shows its weights next to the tokens, and only its lines.
 const paintChoice = () => {
-  const { from, to } = view, one = from !== null || to !== null;
-  allLines.style.display = one ? "none" : "";
+  const { from, to } = view, hasChoice = from !== null || to !== null;
+  allLines.style.display = hasChoice ? "none" : "";
   chosenLines.replaceChildren();
-  const seen = { from: () => 0, to: () => 0 };
-  if (from !== null) seen.to = n => weight(from, n);
-  else if (to !== null) seen.from = n => weight(n, to);
+  const weightOf = { from: () => 0, to: () => 0 };
+  if (from !== null) weightOf.to = n => weight(from, n);
+  else if (to !== null) weightOf.from = n => weight(n, to);
   if (from !== null) tokens.forEach((_, n) => { if (weight(from, n) > 0.002) line(chosenLines, from, n, weight(from, n), n === to); });
   else if (to !== null) tokens.forEach((_, n) => { if (weight(n, to) > 0.002) line(chosenLines, n, to, weight(n, to)); });
   for (const side of ["from", "to"]) {
     labels.querySelectorAll(`.shade.${side}`).forEach((shade, n) =>
-      shade.setAttribute("opacity", view[side] === n ? 0.35 : (0.5 * seen[side](n)).toFixed(3)));
+      shade.setAttribute("opacity", view[side] === n ? 0.35 : (0.5 * weightOf[side](n)).toFixed(3)));
     labels.querySelectorAll(`.weight.${side}`).forEach((figure, n) => {
-      figure.textContent = seen[side](n) >= 0.005 ? percent(seen[side](n)) : "";
+      figure.textContent = weightOf[side](n) >= 0.005 ? percent(weightOf[side](n)) : "";
     });
   }
   element("lines-read").textContent = from !== null ? `“${tokens[from].text}” attends to` :
@@ -260,8 +260,8 @@ const select = (layer, head) => {
   const name = `${layer + 1}-${head + 1}`;
   element("name").textContent = `Head ${name}`;
   element("entropy").textContent = `entropy ${nats(data.entropy[layer][head])}, ${nats(data.even_entropy)} if uniform`;
-  for (const one of document.querySelectorAll("#heads [data-head]")) one.setAttribute("aria-pressed", one.dataset.head === name);
-  for (const one of document.querySelectorAll("circle[data-head]")) one.classList.toggle("chosen", one.dataset.head === name);
+  for (const button of document.querySelectorAll("#heads [data-head]")) button.setAttribute("aria-pressed", button.dataset.head === name);
+  for (const circle of document.querySelectorAll("circle[data-head]")) circle.classList.toggle("chosen", circle.dataset.head === name);
   paintLines();
   paintShares();
   paintChoice();
@@ -275,9 +275,9 @@ element("after").addEventListener("click", () => step(1));
 
 makeHeads();
 makeChoices();
-for (const one of document.querySelectorAll("[data-head]"))
-  one.addEventListener("click", () => {
-    const [layer, head] = one.dataset.head.split("-").map(Number);
+for (const target of document.querySelectorAll("[data-head]"))
+  target.addEventListener("click", () => {
+    const [layer, head] = target.dataset.head.split("-").map(Number);
     select(layer - 1, head - 1);
     element("large").scrollIntoView({ behavior: "smooth", block: "start" });
   });

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from finetune.scores import common_words, held_out, whole_words
 from finetune.scores.held_out import read_documents
 from finetune.scores.masked_model import MaskedModel
-from finetune.scores.text_scores import WHY_NOT, text_scores
+from finetune.scores.text_scores import MISSING_REASON, text_scores
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.wording import counted
@@ -86,11 +86,11 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Convert the fields of `text_scores` to those of `Scores`."""
     common, whole = found[common_words.NAME], found[whole_words.NAME]
-    why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
+    why_not = [f"{part.replace('_', ' ')}: {x[MISSING_REASON]}" for part, x in found.items() if MISSING_REASON in x]
     return {
         "common_word_bits": common.get("bits"),
         "common_word_error": common.get("standard_error"),
-        "whole_word_bits": None if WHY_NOT in whole else (whole["lower"], whole["upper"]),
+        "whole_word_bits": None if MISSING_REASON in whole else (whole["lower"], whole["upper"]),
         "unscored": "; ".join(why_not),
     }
 
