@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.doctor import machine, reduce, storage
 from cluster.doctor.rows import FAIL, Finding
-from cluster.workers.driver import choose_token, join_ray
+from cluster.workers.driver import join_ray, set_token_variables
 from cluster.workers.launch import environment
 from cluster.workers.outcomes import one_line
 from pretrain.common.commands import run_for_exit_code
@@ -36,7 +36,7 @@ def main() -> int:
 def _check(measurement_module: str, folder: Path) -> None:
     os.environ.update(environment())  # with this project on the path, as for workers
     address = os.environ["RAY_ADDRESS"]
-    choose_token(address)
+    set_token_variables(address)
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
     import ray
 

@@ -442,7 +442,7 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
 
         def __init__(self, command: list[str], **_: Any) -> None:
             requests.append(pickle.loads(Path(command[-1]).read_bytes()))
-            requests[-1].launch.outcome.write_text('{"error": null}')
+            requests[-1].launch.outcome_path.write_text('{"error": null}')
 
         def wait(self) -> None:
             pass
