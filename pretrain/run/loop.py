@@ -36,11 +36,11 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # limit of an evaluation, of a save without retries and of a rollback
+LONG_SECONDS = 1800.0  # time limit of an evaluation, of a save without retries and of a rollback
 STOP_SECONDS = 5.0  # how long a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # consecutive steps with a loss or gradient that is not finite, before the run rolls back
-_MAX_ROLLBACKS = 3  # without a new checkpoint past the failed step; then the run stops as diverged
+_MAX_ROLLBACKS = 3  # number of rollbacks without a checkpoint past the failed step, before the run stops as diverged
 
 
 def fit(
@@ -111,7 +111,7 @@ class Fit(Generic[S]):
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.interrupts = interrupts or Interrupts(lambda: False)
-        self.saved_step, self.launched = progress.step, False  # `launched`: whether any step was launched
+        self.saved_step, self.any_launched = progress.step, False
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -124,11 +124,11 @@ class Fit(Generic[S]):
         )
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
-        self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
+        self.forward_backward = ForwardBackward(engine, task, self.stragglers.timed_forward)
         self.skip_counter = SkipCounter()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
-        self.validation: dict[str, Any] = {}  # the last evaluation, in the form that `rank` reads
+        self.validation: dict[str, Any] = {}  # the last evaluation, as `pretrain.storage.runs.rank` expects it
         self.save_due = False  # whether a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
 
@@ -193,12 +193,12 @@ class Fit(Generic[S]):
 
         Several ranks must first agree on the stop, unless there is nothing to save.
         """
-        decides_alone = self.engine.world_size == 1 or not self.launched
-        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # to save
+        decides_alone = self.engine.world_size == 1 or not self.any_launched
+        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # before it can save
         return self.interrupts.after(STOP_SECONDS if decides_alone and not needs_good_step else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's remaining steps. The wait for one is not a hang: a new phase opens its data first."""
+        """Yield the task's remaining steps. A long wait for one is no hang, since a new phase first opens its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         validation_set = None
         while True:
@@ -218,7 +218,7 @@ class Fit(Generic[S]):
 
         On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host. A
         failure is noticed then, and the rollback drops the launched step. If something is due after a step, or a stop
-        was requested, its outcome is read immediately, so that progress and weights are of the same step.
+        was requested, the outcome is read immediately, so that progress and weights are of the same step.
         """
         stop, save, unread = False, False, None
         try:
@@ -267,11 +267,11 @@ class Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        # Summed before the step is launched, since this would queue behind the step's gathers.
+        # Summed before the step is launched: later the sum would queue behind the step's gathers.
         sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(index))
         numbers = torch.cat([sums, result.norm.to(sums).view(1)])
-        self.launched = True
+        self.any_launched = True
         return LaunchedStep(index, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:

@@ -219,7 +219,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
         fingerprints: setting -> fingerprint of the data at its path.
     """
     pairs = changes(broadcast_object(dict(fingerprints)), dict(fingerprints))
-    differing = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
+    differing = [f"{name} ({(rank0 or 'none')[:12]} -> {(own or 'none')[:12]})" for name, (rank0, own) in pairs.items()]
     _raise_if_any_differs(differing, "Give every machine the same files.")
 
 
@@ -232,9 +232,9 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
     settings = config.model_dump()
     # `check_same_data` would not compare data that only one rank reads, and the ranks' collectives would not match.
     missing = [
-        f"{name} ({old or 'none'} -> {new or 'none'})"
-        for name, (old, new) in changes(rank0_settings, settings).items()
-        if name in _PATHS and not (old and new)
+        f"{name} ({rank0 or 'none'} -> {own or 'none'})"
+        for name, (rank0, own) in changes(rank0_settings, settings).items()
+        if name in _PATHS and not (rank0 and own)
     ]
     _raise_if_any_differs(
         [
@@ -284,24 +284,24 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
             that differs from rank 0's.
     """
 
-    def find(verify_content: bool) -> str | None:
+    def find_latest(verify_content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
         latest = store.latest(checkpoints, set_aside=True, content=verify_content)
         return latest and latest.name
 
-    def damage(checkpoint: Path) -> str | None:
+    def find_damage(checkpoint: Path) -> str | None:
         try:
             store.verify_rank_files(checkpoint, group.rank, group.world_size)
         except InputError as error:
             return str(error)
         return None
 
-    name = store.agree(group, lambda: find(False) if group.rank == 0 else None)
+    name = store.agree(group, lambda: find_latest(False) if group.rank == 0 else None)
     if name is None:
         return None
-    error = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
+    error = store.agree(group, lambda: find_damage(checkpoints / name), lambda found: next(filter(None, found), None))
     if error is not None:
-        intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
+        intact = store.agree(group, lambda: find_latest(True) if group.rank == 0 else None)
         if intact == name:
             raise MachineError(f"{error} Another machine reads the file correctly: check the storage.")
         name = intact
