@@ -18,7 +18,7 @@ from cluster.workers.launch import environment
 from cluster.workers.outcomes import one_line
 from pretrain.common.commands import run_for_exit_code
 
-PREFIX = "doctor: "  # start of the line with the findings as JSON
+FINDINGS_PREFIX = "doctor: "  # start of the line with the findings as JSON
 
 # Names of the findings that must be equal on all nodes.
 _VERSIONS = ("Python", "torch", "CUDA", "NCCL", "gloo", "DeepSpeed", "Ray", "bertrain")
@@ -40,23 +40,23 @@ def _check(measurement_module: str, folder: Path) -> None:
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
     import ray
 
-    head = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != head)
+    head_id = ray.get_runtime_context().get_node_id()
+    alive_nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != head_id)
     rows: list[Finding] = []
     with storage.hold_lock(folder) as (lock_name, problem):
         rows += [replace(problem, where="head")] if problem else []
-        arguments = [(measurement_module, folder, lock_name, *_cpus_and_gpus(node)) for node in alive]
-        outcomes = _run_on_nodes(alive, machine.check_node, arguments, _CHECK_SECONDS)
-    for node, outcome in zip(alive, outcomes, strict=True):
+        arguments = [(measurement_module, folder, lock_name, *_cpus_and_gpus(node)) for node in alive_nodes]
+        outcomes = _run_on_nodes(alive_nodes, machine.check_node, arguments, _CHECK_SECONDS)
+    for node, outcome in zip(alive_nodes, outcomes, strict=True):
         if isinstance(outcome, BaseException):
             advice = "Check that machine and its ports. All nodes need the same .venv and the same files."
             outcome = [Finding("node", one_line(outcome), FAIL, advice)]
-        rows += [replace(row, where=_node_name(node, alive)) for row in outcome]
-    responding = [node for node, outcome in zip(alive, outcomes, strict=True) if isinstance(outcome, list)]
+        rows += [replace(row, where=_node_name(node, alive_nodes)) for row in outcome]
+    responding = [node for node, outcome in zip(alive_nodes, outcomes, strict=True) if isinstance(outcome, list)]
     order = list(dict.fromkeys(row.what for row in rows))
     rows = sorted(compare_versions(rows), key=lambda row: order.index(row.what))
-    rows.append(_measure_all_reduce(responding, alive[0]["NodeManagerAddress"]))
-    print(PREFIX + json.dumps([asdict(row) for row in rows]), flush=True)
+    rows.append(_measure_all_reduce(responding, alive_nodes[0]["NodeManagerAddress"]))
+    print(FINDINGS_PREFIX + json.dumps([asdict(row) for row in rows]), flush=True)
     ray.shutdown()
 
 
@@ -90,9 +90,9 @@ def _cpus_and_gpus(node: dict[str, Any]) -> tuple[int, int]:
     return cpus, gpus
 
 
-def _node_name(node: dict[str, Any], alive: Sequence[dict[str, Any]]) -> str:
+def _node_name(node: dict[str, Any], alive_nodes: Sequence[dict[str, Any]]) -> str:
     address = node["NodeManagerAddress"]
-    is_unique = [each["NodeManagerAddress"] for each in alive].count(address) == 1
+    is_unique = [each["NodeManagerAddress"] for each in alive_nodes].count(address) == 1
     return address if is_unique else f"{address} {node['NodeID'][:4]}"
 
 

@@ -15,7 +15,7 @@ from cluster.workers.target import bind_gloo
 
 _TIMEOUT = timedelta(seconds=20)  # time limit for connecting the processes, and for each reduction
 _BYTES = 64 << 20  # size of the tensor to reduce
-# Minimum bus bandwidth between nodes, in bytes/s: gigabit Ethernet, and more for GPUs. BERT-Base's gradients: 220 MB.
+# Minimum bus bandwidth between nodes, in bytes/s: gigabit Ethernet for gloo. BERT-Base has 220 MB of gradients.
 _MIN_RATE = {"gloo": 0.1e9, "nccl": 1e9}
 
 
@@ -94,10 +94,9 @@ def judge(backend: str, outcomes: Sequence[float | BaseException], kind: str, mi
         )
         return Finding("all-reduce", f"{backend} among {count} {kind}: {errors[0]}", FAIL, advice)
     if count == 1:
-        return Finding("all-reduce", f"{backend} starts; there is one GPU, hence no bandwidth")
+        return Finding("all-reduce", f"{backend} starts; with one GPU there is no bandwidth to measure")
     slowest = max(seconds for seconds in outcomes if not isinstance(seconds, BaseException))
-    rate = 2 * (count - 1) / count * _BYTES / slowest
-    min_rate = _MIN_RATE[backend] if min_rate is None else min_rate
+    rate, min_rate = 2 * (count - 1) / count * _BYTES / slowest, _MIN_RATE[backend] if min_rate is None else min_rate
     advice = f"Below {min_rate / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     text = f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {count} {kind}, {_BYTES >> 20} MiB"
     return Finding("all-reduce", text, WARN if rate < min_rate else PASS, advice)

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor.driver import PREFIX
+from cluster.doctor.driver import FINDINGS_PREFIX
 from cluster.doctor.rows import WARN, Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
@@ -48,8 +48,8 @@ def parse_findings(log: str, where: str, job: Any) -> list[Finding]:
     """Return the findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
-        if line.startswith(PREFIX):
-            return [Finding(**row) for row in json.loads(line.removeprefix(PREFIX))]
+        if line.startswith(FINDINGS_PREFIX):
+            return [Finding(**row) for row in json.loads(line.removeprefix(FINDINGS_PREFIX))]
     last = lines[-1].removeprefix("error: ") if lines else client.describe_state(job)
     raise MachineError(
         f"{where}: the checks did not run: {last} The head node needs the same .venv and files as this machine."

@@ -12,7 +12,7 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_MAX_NAMES = 3  # how many nodes a row names
+_MAX_NAMES = 3  # maximum number of nodes that a row names
 _WHERE_WIDTH = 16  # width of the column `where`: one address
 
 

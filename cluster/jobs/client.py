@@ -188,14 +188,11 @@ class JobsClient:
         """Run `command` on the cluster as a job of this name; `InputError` if a job of this name exists."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.one_line_errors(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
-            environment = ship_modules(self._runtime_env, Path(scratch))
+            runtime_env = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
                     self.client.submit_job(
-                        submission_id=name,
-                        entrypoint=command,
-                        metadata=metadata,
-                        runtime_env=environment,
+                        submission_id=name, entrypoint=command, metadata=metadata, runtime_env=runtime_env
                     )
                     return
                 except RuntimeError as error:

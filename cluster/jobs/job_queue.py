@@ -31,7 +31,7 @@ _UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that doe
 _STOP_SECONDS = 0.5  # time within which a stop takes effect
 _MIN_PAUSE_SECONDS = 2.0  # minimum time between two polls
 _MAX_PAUSE_SECONDS = 30.0
-_MAX_NAMES = 3  # how many jobs a log line names
+_MAX_NAMES = 3  # maximum number of jobs that a log line names
 _NODES_SECONDS = 60.0  # time after which the nodes are read again even if no job has finished
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
@@ -96,10 +96,10 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             return
         if queue and reported != (reported := _join_names(queue.ahead)):
             print(f"{name}: {QUEUED}{reported}", flush=True)
-        sleep(pause(len(queue.ahead) if queue else 0), stopped)
+        sleep(pause_seconds(len(queue.ahead) if queue else 0), stopped)
 
 
-def pause(ahead: int) -> float:
+def pause_seconds(ahead: int) -> float:
     """Return the seconds between two polls of a job with `ahead` jobs ahead: 100 jobs poll about 20 times a second."""
     return min(_MIN_PAUSE_SECONDS * (1 + ahead / 8), _MAX_PAUSE_SECONDS)
 

@@ -43,21 +43,21 @@ def make_job(
     command = _COMMANDS.get(f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}")
     if command is None:
         raise InputError(f"submit: {function!r} cannot be a job. Pass one of the functions {', '.join(_COMMANDS)}.")
-    trains = command != "prepare"
+    is_training = command != "prepare"
     worker_overrides = [] if workers is None else _worker_overrides(str(workers))
     settings = with_start([*as_overrides(overrides), *worker_overrides], start_from)
     loaded = sys.modules[module].load_config(config, settings, imports=True)  # the checkpoint is read on the cluster
     values = loaded.model_dump(mode="json")
     if isinstance(loaded, PretrainConfig) and loaded.start_from:
         values |= _explicit_sections(config, settings, values)
-    if trains:
+    if is_training:
         loaded.tracking.check_names()
         values["tracking"]["run_id"] = loaded.tracking.run_id or loaded.name
     scheduling = loaded.scheduling
     return Job(
         kind=command,
-        resumes=trains,
-        name=loaded.name if trains else f"{command}-{loaded.name}"[:63],
+        resumes=is_training,
+        name=loaded.name if is_training else f"{command}-{loaded.name}"[:63],
         config=values,
         run_dir=loaded.address or str(loaded.folder),
         folder=Path(folder or Path.cwd()).absolute(),

@@ -42,8 +42,8 @@ def _manifest(find_config_type: Callable[[Path], Any], arguments: argparse.Names
 
     if arguments.out is not None:
         check_outputs_differ([arguments.out], [path for path in (arguments.config, arguments.template) if path])
-    config_type = find_config_type(arguments.config)
-    text = render(arguments.kind, config_type, arguments.config, arguments.set, arguments.template)
+    path = arguments.config
+    text = render(arguments.kind, find_config_type(path), path, arguments.set, arguments.template)
     if arguments.out is None:
         print(text, end="")
         return

@@ -43,7 +43,7 @@ def template_values(
     if finetunes and place.prepare:
         raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
     cpus = scheduling.cpus_per_worker or place.cpus_per_worker
-    per_node = min(scheduling.workers, place.workers_per_node)
+    workers_per_node = min(scheduling.workers, place.workers_per_node)
     # A stored run's folder must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
     stored_folder = f"stored-runs/{local_path(config.address).relative_to(cache_folder())}" if config.address else ""
     cluster_scheduling = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
@@ -53,11 +53,11 @@ def template_values(
         "run_dir": str(config.run_dir),
         "config": yaml_settings.dump(config.model_copy(update={"scheduling": cluster_scheduling}), exclude={"place"}),
         "command": "finetune" if finetunes else "pretrain",
-        "nodes": _count_nodes(scheduling.workers, per_node),
-        "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
-        "workers_per_node": per_node,
-        "gpus_per_node": per_node if place.gpus else 0,
-        "cpus_per_node": per_node * cpus,
+        "nodes": _count_nodes(scheduling.workers, workers_per_node),
+        "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / workers_per_node),
+        "workers_per_node": workers_per_node,
+        "gpus_per_node": workers_per_node if place.gpus else 0,
+        "cpus_per_node": workers_per_node * cpus,
         "ray_version": metadata.version("ray"),
         "command_processes": COMMAND_PATTERN,
         "run_processes": f"^{PROCESS_TITLE}|{COMMAND_PATTERN}",
@@ -73,9 +73,9 @@ def _object_name(name: str) -> str:
     return converted
 
 
-def _count_nodes(workers: int, per_node: int) -> int:
-    if workers % per_node:
-        lower = workers // per_node * per_node
-        rule = f"must be a multiple of place.workers_per_node ({per_node}); otherwise GPUs stay idle"
-        raise InputError(f"scheduling.workers ({workers}) {rule}. The nearest are {lower} and {lower + per_node}.")
-    return workers // per_node
+def _count_nodes(workers: int, workers_per_node: int) -> int:
+    if rest := workers % workers_per_node:
+        lower, higher = workers - rest, workers - rest + workers_per_node
+        rule = f"must be a multiple of place.workers_per_node ({workers_per_node}); otherwise GPUs stay idle"
+        raise InputError(f"scheduling.workers ({workers}) {rule}. The nearest are {lower} and {higher}.")
+    return workers // workers_per_node

@@ -62,7 +62,7 @@ def main(request_path: str, handle: Callable[[Any], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request: DriverRequest = pickle.loads(Path(request_path).read_bytes())
-    exit_with_parent(request.launch.launcher, request.launch.ray_dir)
+    exit_with_parent(request.launch.launcher_pid, request.launch.ray_dir)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
     try:

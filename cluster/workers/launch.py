@@ -149,7 +149,7 @@ def run_driver(
             ray_dir=folder,
             outcome_path=folder / "outcome.json",
             since=since,
-            launcher=os.getpid(),
+            launcher_pid=os.getpid(),
         )
         with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
             exit_code = _run_child(module, make_request(launch), signals, poll)

@@ -59,15 +59,15 @@ def up(nodes: int, cpus_per_node: int) -> None:
     cpus = cpus_per_node or max(1, len(os.sched_getaffinity(0)) // nodes)
     # Cleaned up in reverse order: the processes are killed, then their files are removed.
     with contextlib.suppress(KeyboardInterrupt), private_folder() as folder, contextlib.ExitStack() as cleanup:
-        port, dashboard = _free_port(), _free_port()
-        cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        port, dashboard_port = _free_port(), _free_port()
+        cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
         cluster.token_file.touch(0o600)
         cluster.token_file.write_text(secrets.token_hex(32))
         with disk_errors(_state_file()):
             write_json(_state_file(), asdict(cluster))
         cleanup.callback(_state_file().unlink, missing_ok=True)
         use_token(cluster)  # Ray reads it while it is imported
-        head_options = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+        head_options = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
         head_options.append(f"--temp-dir={folder}/{RAY_FOLDER}")
         head = start_node(folder, cpus, head_options, cleanup)
         _await_nodes(cluster, 1, [head])

@@ -207,9 +207,9 @@ class Fit(Generic[S]):
                 step = next(steps, None)
             if step is None:
                 return
-            previous, validation_set = validation_set, self.task.validation_set()
+            previous_set, validation_set = validation_set, self.task.validation_set()
             # The first batch of a phase opens the data, as does the first one after a start or a rollback.
-            if validation_set == previous:
+            if validation_set == previous_set:
                 self.stragglers.add_wait(time.perf_counter() - started)
             yield step
 
@@ -227,9 +227,9 @@ class Fit(Generic[S]):
                     requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
                 launched = self.launch_step(index, step, requested)
                 if unread is not None:
-                    earlier = self.read_step(unread)
-                    stop, save = stop or earlier.stop, earlier.save
-                    yield StepOutcome(stop=False, failure=earlier.failure)
+                    previous = self.read_step(unread)
+                    stop, save = stop or previous.stop, previous.save
+                    yield StepOutcome(stop=False, failure=previous.failure)
                 unread = launched
                 due = self.save_due or save or any(self.plan.due(index + 1)) or self.plan.averaged_steps(index) > 0
                 if stop or due or not reads_late(self.engine):
@@ -255,18 +255,10 @@ class Fit(Generic[S]):
         assert totals is not None
         rate = self.plan.learning_rate(index)
         stalled = task.stalled_seconds()
-        rank_values = torch.tensor(
-            [
-                float(stop_requested),
-                float(self.save_is_due()),
-                float(self.saver.failed),
-                flops,
-                stalled - self.stalled_before,
-            ],
-            dtype=torch.float64,
-        )
-        self.stragglers.waited += stalled - self.stalled_before
-        self.stalled_before = stalled
+        waited, self.stalled_before = stalled - self.stalled_before, stalled
+        flags = (float(stop_requested), float(self.save_is_due()), float(self.saver.failed))
+        rank_values = torch.tensor([*flags, flops, waited], dtype=torch.float64)
+        self.stragglers.waited += waited
         # Summed before the step is launched: later the sum would queue behind the step's gathers.
         sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(index))

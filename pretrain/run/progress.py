@@ -89,11 +89,7 @@ class Progress:
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of state.json: the progress, the engine's state that `restore` needs, and `extra_state`."""
-    return {
-        **dataclasses.asdict(progress),
-        **engine.state(),
-        **extra_state,
-    }
+    return {**dataclasses.asdict(progress), **engine.state(), **extra_state}
 
 
 def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:

@@ -241,13 +241,13 @@ class Pretraining:
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         means = self._means(engine, self._validation[self._phase])
-        general = self._means(engine, self._general_validation.get(self._phase, []))
+        general_means = self._means(engine, self._general_validation.get(self._phase, []))
         if self._history is not None:
             # Only rank 0 records; the other ranks contribute their parts of the weights.
             with self._engine.whole_parameters() as parameters:
                 if self._engine.rank == 0:
                     self._history.record(self._steps, parameters, self._config.model_in(self._phase))
-        return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
+        return {**means, **{f"general_{name}": value for name, value in general_means.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
         """Return the means over held-out batches, and the loss of each source if there are several; {} without any."""
@@ -257,10 +257,10 @@ class Pretraining:
         sums: list[Tensor] = []  # on the device, without waiting for it
         counts: list[Tensor] = []
         for source in sources:
-            of_source = [step for step in steps if step.text == source]
-            outputs = ((engine.forward(mb.to(self._device)), step) for step in of_source for mb in step.micro_batches)
+            its_steps = [step for step in steps if step.text == source]
+            outputs = ((engine.forward(mb.to(self._device)), step) for step in its_steps for mb in step.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / step.copies for output, step in outputs]).sum(0))
-            counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
+            counts.append(torch.stack([self.counts(step) / step.copies for step in its_steps]).sum(0))
         totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
         count = torch.stack(counts).sum(0).tolist()
@@ -276,9 +276,8 @@ class Pretraining:
         return means["loss"]
 
     def validation_set(self) -> str:
-        return f"phase {self._phase}" + (
-            f", corpus grown {counted(self._times_grown, 'time')}" if self._times_grown else ""
-        )
+        times = self._times_grown
+        return f"phase {self._phase}" + (f", corpus grown {counted(times, 'time')}" if times else "")
 
     def stalled_seconds(self) -> float:
         return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)

@@ -185,7 +185,7 @@ def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
         remote.parse_findings("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
-    assert remote.parse_findings(f'x\n{driver.PREFIX}[{{"what": "a", "found": "b"}}]\n', "d", job) == [
+    assert remote.parse_findings(f'x\n{driver.FINDINGS_PREFIX}[{{"what": "a", "found": "b"}}]\n', "d", job) == [
         Finding("a", "b")
     ]
 
@@ -194,7 +194,7 @@ def test_a_job_without_a_result_is_reported() -> None:
 def test_a_cluster_without_a_token_is_warned_of(is_open: bool, mark: str, monkeypatch: Any, tmp_path: Path) -> None:
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
-    jobs.return_value.log.return_value = f"{driver.PREFIX}[]\n"
+    jobs.return_value.log.return_value = f"{driver.FINDINGS_PREFIX}[]\n"
     monkeypatch.setattr(remote.client, "JobsClient", jobs)
     row = remote.check(MEASUREMENT_MODULE, "http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)

@@ -270,7 +270,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     launcher = subprocess.Popen(["true"])
     launcher.wait()
     request = request_of(tmp_path)
-    launch = replace(request.launch, launcher=launcher.pid)
+    launch = replace(request.launch, launcher_pid=launcher.pid)
     launch.ray_dir.mkdir()
     with socket.socket() as silent:  # as a cluster whose answer is awaited
         silent.bind(("127.0.0.1", 0))

@@ -37,7 +37,7 @@ def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, fre
 
 def make_request(folder: Path, **changes: Any) -> LaunchRequest:
     """Of a run of four workers on a cluster."""
-    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher=0)
+    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher_pid=0)
     request = LaunchRequest(
         launch=launch,
         target="module:function",
