@@ -47,8 +47,7 @@ def check_node(measurement_module: str, folder: Path, lock: str, cpus: int, gpus
     if cpus:
         torch.set_num_threads(cpus)
     lock_rows = [storage.try_lock(folder, lock)] if lock else []
-    rows = _rows(measurement_module, folder, with_speed=bool(cpus or gpus))
-    return [*rows, verdicts.judge_wandb_key(), *lock_rows]
+    return [*_rows(measurement_module, folder, with_speed=bool(cpus or gpus)), verdicts.judge_wandb_key(), *lock_rows]
 
 
 def _rows(measurement_module: str, folder: Path, *, with_speed: bool) -> list[Finding]:
@@ -124,8 +123,8 @@ def _disk_rows(folder: Path) -> list[Finding]:
 def try_compiler() -> tuple[str, str, str]:
     """Return the paths of the compiler and of Python.h ("": missing), and the error of a test build ("": none)."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
-    include = Path(sysconfig.get_path("include"))
-    header = str(include / "Python.h") if (include / "Python.h").exists() else ""
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    header = str(path) if path.exists() else ""
     if not (compiler and header):
         return compiler, header, ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -134,7 +133,7 @@ def try_compiler() -> tuple[str, str, str]:
             "#include <Python.h>\n#include <cmath>\n#include <vector>\n"
             'extern "C" double probe(double x) { return std::vector<double>{std::sqrt(x)}[0]; }\n'
         )
-        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{include}", str(source), "-o", f"{source}.so"]
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{path.parent}", str(source), "-o", f"{source}.so"]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:

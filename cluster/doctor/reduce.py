@@ -24,11 +24,13 @@ def local_bandwidth() -> Finding:
     import torch
 
     gpus = torch.cuda.device_count()
-    backend, world_size = ("nccl", gpus) if gpus else ("gloo", 2)
+    backend, members = ("nccl", gpus) if gpus else ("gloo", 2)
     address, store = "127.0.0.1", serve_store("127.0.0.1")
-    with ProcessPoolExecutor(world_size, mp_context=multiprocessing.get_context("spawn")) as pool:
-        group = (backend, address, address, store.port)
-        calls = [pool.submit(time_all_reduce, *group, rank, world_size, rank) for rank in range(world_size)]
+    with ProcessPoolExecutor(members, mp_context=multiprocessing.get_context("spawn")) as pool:
+        calls = [
+            pool.submit(time_all_reduce, backend, address, address, store.port, rank, members, rank)
+            for rank in range(members)
+        ]
         outcomes = [call.exception() or call.result() for call in calls]
     return judge(backend, outcomes, "local processes", min_rate=0.0)
 

@@ -83,8 +83,9 @@ def judge_gpus(device_files: int, count: int, versions: Mapping[str, str], visib
     if not device_files:
         return Finding("GPUs", "none: workers train on the CPU")
     if visible is not None:
-        found = f"{device_files}, hidden by CUDA_VISIBLE_DEVICES={visible}"
-        return Finding("GPUs", found, WARN, "Unset it to train on them.")
+        return Finding(
+            "GPUs", f"{device_files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to use them."
+        )
     advice = (
         f"This torch ({versions['torch']}) is built for CPUs; install one for CUDA."
         if versions["CUDA"] == NONE

@@ -167,11 +167,11 @@ class JobsClient:
                 "can run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
                 file=sys.stderr,
             )
-        jobs = self.list_jobs()
+        jobs = self.jobs()
         earlier = next((other for other in jobs if other.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is already {describe_state(earlier, self.queue_messages(jobs).get(job.name, ''))} on "
+                f"{job.name}: is already {describe_state(earlier, self.queued(jobs).get(job.name, ''))} on "
                 f"{self.safe_url}. Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose "
                 "another name."
             )
@@ -207,17 +207,17 @@ class JobsClient:
 
     def find(self, name: str) -> JobDetails | None:
         """Return the job of this name, or None."""
-        return next((job for job in self.list_jobs() if job.submission_id == name), None)
+        return next((job for job in self.jobs() if job.submission_id == name), None)
 
     def get(self, name: str) -> JobDetails:
         """Return the job of this name; `InputError` if there is none."""
         job = self.find(name)
         if job is None:
-            known = ", ".join(str(job.submission_id) for job in self.list_jobs()) or "none"
+            known = ", ".join(str(job.submission_id) for job in self.jobs()) or "none"
             raise InputError(f"{name}: no such job on {self.safe_url}. Known jobs: {known}.")
         return job
 
-    def list_jobs(self) -> list[JobDetails]:
+    def jobs(self) -> list[JobDetails]:
         """List the submitted jobs in the order of their submission; other Ray drivers are left out."""
         with self.one_line_errors():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
@@ -254,8 +254,8 @@ class JobsClient:
         with self.one_line_errors():
             return self.client.get_job_logs(name)
 
-    def queue_messages(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """Return {name: "queued behind OTHERS"} for the queued ones of `jobs`, the result of `list_jobs`.
+    def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
+        """Return {name: "queued behind OTHERS"} for the queued ones of `jobs`, the result of `jobs()`.
 
         For Ray a queued job is running, so the last line of its output is read; the oldest job never waits.
         """
@@ -409,7 +409,7 @@ def describe(job: JobDetails, queue_message: str = "") -> str:
 
 
 def describe_state(job: JobDetails, queue_message: str = "") -> str:
-    """Return the `queue_message` (from `queue_messages`), if any, else Ray's state and what the exit code means."""
+    """Return the `queue_message` (from `JobsClient.queued`), if any, else Ray's state and what the exit code means."""
     if queue_message:
         return queue_message
     status = str(job.status.value).lower()

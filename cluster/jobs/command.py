@@ -51,7 +51,7 @@ def _status(arguments: argparse.Namespace) -> None:
 
     cluster = _connect(arguments)
     job = cluster.get(arguments.job)
-    print(client.describe(job, cluster.queue_messages(cluster.list_jobs()).get(arguments.job, "")))
+    print(client.describe(job, cluster.queued(cluster.jobs()).get(arguments.job, "")))
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -63,8 +63,8 @@ def _list(arguments: argparse.Namespace) -> None:
     for column in ("job", "kind", "state", "submitted", "progress"):
         table.add_column(column, overflow="fold")
     cluster = _connect(arguments)
-    jobs = cluster.list_jobs()
-    queue_messages = cluster.queue_messages(jobs)
+    jobs = cluster.jobs()
+    queue_messages = cluster.queued(jobs)
     for job in jobs:
         metadata = job.metadata or {}
         cells = (

@@ -115,7 +115,7 @@ def _reject_plain_http(url: str, is_local: bool | None) -> None:
 
 
 def _bypass_proxy(address: str, host: str) -> None:
-    """Add `host` to `no_proxy`: a proxy would see the token, and connect to the loopback address of its own machine."""
+    """Add `host` to `no_proxy`: a proxy would see the token, and connect to its machine's loopback address."""
     from requests.utils import should_bypass_proxies
 
     if not should_bypass_proxies(address, no_proxy=None):

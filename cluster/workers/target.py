@@ -45,7 +45,7 @@ class RankAssignment:
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    A stop or a divergence ends all workers: it is returned, so that each worker can finish its log. Any other error may
+    All workers stop or diverge together: this is returned, so that each worker can finish its log. Any other error may
     affect this worker alone, while the others wait in a collective: it is raised (`WorkerError`); Ray then kills all.
     """
     request = attempt.request

@@ -64,7 +64,7 @@ def check_options(entries: Sequence[Any]) -> None:
 def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
     """Return the objects or, if `pickled`, strings from which another process restores them.
 
-    Their classes may be defined in a notebook. Raises `InputError` for an object that is no callback or not picklable.
+    Their classes may be defined in a notebook. Raises `InputError` for an object that cannot be called or pickled.
     """
     for index, callback in enumerate(objects):
         KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")

@@ -198,7 +198,7 @@ class Fit(Generic[S]):
         return self.interrupts.after(STOP_SECONDS if decides_alone and not needs_good_step else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's remaining steps. A long wait for one is no hang, since a new phase first opens its data."""
+        """Yield the task's remaining steps. Waiting for one is not a hang: a new phase first opens its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         validation_set = None
         while True:
@@ -256,7 +256,7 @@ class Fit(Generic[S]):
         rate = self.plan.learning_rate(index)
         stalled = task.stalled_seconds()
         waited, self.stalled_before = stalled - self.stalled_before, stalled
-        flags = (float(stop_requested), float(self.save_is_due()), float(self.saver.failed))
+        flags = stop_requested, self.save_is_due(), self.saver.failed
         rank_values = torch.tensor([*flags, flops, waited], dtype=torch.float64)
         self.stragglers.waited += waited
         # Summed before the step is launched: later the sum would queue behind the step's gathers.

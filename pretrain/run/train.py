@@ -180,7 +180,7 @@ class Pretraining:
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
         self._general_validation: dict[int, list[StepBatch]] = {}
-        self._times_grown = corpora.held_out.grown
+        self._growths = corpora.held_out.grown  # how many times `prepare` has added text
         self.mixtures: list[list[list[Any]]] = []  # `Sampler.identity` of each phase
         ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for index, phase in enumerate(config.phases):  # raise errors of later phases now
@@ -276,8 +276,7 @@ class Pretraining:
         return means["loss"]
 
     def validation_set(self) -> str:
-        times = self._times_grown
-        return f"phase {self._phase}" + (f", corpus grown {counted(times, 'time')}" if times else "")
+        return f"phase {self._phase}" + (f", corpus grown {counted(self._growths, 'time')}" if self._growths else "")
 
     def stalled_seconds(self) -> float:
         return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)
