@@ -75,7 +75,7 @@ class Job:
         run_dir: the run folder, or the object store URL of the run, whose local folder the cluster chooses.
         folder: working directory on the cluster; the config's relative paths start there.
         workers: the minimum and maximum number of workers.
-        cpus_per_worker: 0 divides the cluster's CPUs among the workers.
+        cpus_per_worker: number of CPUs per worker; 0 divides the cluster's CPUs among the workers.
     """
 
     kind: str

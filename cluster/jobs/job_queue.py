@@ -48,7 +48,7 @@ class WaitingJob:
     name: str
     min_workers: int
     max_workers: int
-    cpus_per_worker: int  # 0 divides the cluster's CPUs among the workers
+    cpus_per_worker: int  # number of CPUs per worker; 0 divides the cluster's CPUs among the workers
     submitted_at: int = 0  # time by Ray's clock, which distinguishes it from a later job of the same name
 
 

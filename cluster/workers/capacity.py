@@ -29,7 +29,7 @@ _MAX_EXTRA_WORKERS = 64  # how many workers beyond the minimum are requested fro
 _STEADY_SECONDS = 2.0  # minimum time with unchanged capacity, so that a flapping node does not restart everything
 _SETTLE_SECONDS = 120.0  # minimum time without another new node, unless all workers fit
 _COOL_DOWN_SECONDS = 600.0  # minimum time since the start of the workers, unless all workers fit
-_MAX_DELAY_SECONDS = 1800.0  # after this time since more workers fit, the two times above no longer apply
+_MAX_DELAY_SECONDS = 1800.0  # once more workers have fit for this long, the two times above no longer matter
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ class ScaleUp:
             self._scalable_since = now
         if capacity != self._capacity:
             self._capacity, self._capacity_since = capacity, now
-        steady = now - self._capacity_since
+        steady_seconds = now - self._capacity_since
         if capacity >= self._max_workers:
-            return steady >= _STEADY_SECONDS
-        settled = steady >= _SETTLE_SECONDS and now - self._started >= _COOL_DOWN_SECONDS
-        return settled or (steady >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
+            return steady_seconds >= _STEADY_SECONDS
+        settled = steady_seconds >= _SETTLE_SECONDS and now - self._started >= _COOL_DOWN_SECONDS
+        return settled or (steady_seconds >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
 
 
 def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:

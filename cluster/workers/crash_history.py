@@ -1,4 +1,4 @@
-"""Records the crashes of a run: how many count towards its limit, and on which nodes they happened. Without Ray."""
+"""Records the crashes of a run: how many count towards its limit, and on which nodes they happened. Ray is not used."""
 
 import time
 from collections import Counter

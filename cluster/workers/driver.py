@@ -48,7 +48,7 @@ _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum
 
 # One malloc arena for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Variables of the driver, which Ray passes to its workers, and to the other processes of a local Ray.
+# Environment variables of the driver, which Ray passes to its workers and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # by default, the load of all processes is measured every 5 s

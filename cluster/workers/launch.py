@@ -246,7 +246,7 @@ def _session_processes(session: int) -> list[int]:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a temporary folder for Ray, which only this user can read."""
+    """Make a temporary folder for Ray, which only this user can read; remove it after the block."""
     parent = tempfile.gettempdir()
     if len(parent) > _MAX_PARENT_LENGTH or " " in parent:
         parent = "/tmp"

@@ -20,7 +20,7 @@ from pretrain.common.files import disk_errors, write_json
 from pretrain.common.packages import expect
 from pretrain.common.wording import counted
 
-# How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
+# How long a stopped job may take to save its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
 NODE_LOG = "nodes.log"  # name of the log of all nodes that use a folder
 

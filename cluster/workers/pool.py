@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 _MAX_RETRIES = 3  # how often a job whose process died runs again; Ray Data's default is unlimited
 _LEAVE_SECONDS = 10.0  # how long the child may take to leave the cluster when all jobs are done
 
-# Variables of the driver, which owns the tasks and therefore controls their retries.
+# Environment variables of the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, by default unlimited
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # retries when memory runs out; by default unlimited
 }
 # Not `-m cluster.workers.pool`: the tasks could not find functions of `__main__`.
 _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -216,7 +216,7 @@ def _set_outcome(future: Future[Any], tag: str, value: Any) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Join the cluster of the first message; run the lists of jobs that follow, until None or the parent's exit."""
+    """Join the cluster that the first message names; then run each list of jobs, until None or the parent's exit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     exit_with_parent(parent)
     os.set_inheritable(descriptor, False)

@@ -23,7 +23,7 @@ class Launch:
         ray_dir: private temporary folder, for a local Ray and for files of the driver.
         outcome_path: file to which the driver writes how the launch finished.
         since: start time of the launch, in nanoseconds by the clock of the run folder's file system.
-        launcher_pid: process id of the launcher, with which its driver exits.
+        launcher_pid: process id of the launcher; when it exits, so does its driver.
         stored_runs: folder for the local files of runs in an object store, the same in all workers.
     """
 

@@ -47,7 +47,7 @@ def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: 
         events: events for the first attempt to record.
 
     Raises:
-        RunError: the error of a worker, a stop, or a `MachineError` if restarts do not help.
+        RunError: the error of a worker, a `StoppedError`, or a `MachineError` if restarts do not help.
     """
     _Supervisor(request, keep_logs, events).run()
 
@@ -63,7 +63,7 @@ class _Supervisor:
         self._crashes = CrashHistory(request.max_failures)
         self._latest_step = _latest_step(self._run_dir)
         self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
-        self._busy_until: float | None = None  # deadline for free resources; None: used ones count as free
+        self._busy_until: float | None = None  # end of the wait for free resources; None: used resources count, too
         self._reported: set[str] = set()  # ids of the bad nodes that an event has reported
 
     def run(self) -> None:
@@ -287,13 +287,13 @@ class AttemptCrashed(Exception):
         self.reason = reason
 
 
-def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
-    """Start the workers and wait until they finish; `started` is called with their locations, by rank."""
+def run_attempt(attempt: Attempt, on_start: Callable[[Sequence[WorkerLocation]], None]) -> None:
+    """Start the workers and wait until they finish; `on_start` is called with their locations, by rank."""
     start = attempt.number + 1
     since = time.monotonic()
     try:
         with _create_workers(attempt) as workers:
-            started(workers.locations)
+            on_start(workers.locations)
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - since)
             outcomes = workers.run(attempt)
     except WorkersFailedError as error:

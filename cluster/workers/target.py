@@ -45,8 +45,8 @@ class RankAssignment:
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    All workers stop or diverge together: this is returned, so that each worker can finish its log. Any other error may
-    affect this worker alone, while the others wait in a collective: it is raised (`WorkerError`); Ray then kills all.
+    All workers stop or diverge together; that error is returned, so that each worker can finish its log. Other errors
+    may affect only this worker, while the others wait in a collective: they raise `WorkerError`, and Ray kills all.
     """
     request = attempt.request
     launch = request.launch

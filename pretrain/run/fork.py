@@ -30,7 +30,7 @@ from pretrain.tracking.mirror import new_id
 def start_fork(config: PretrainConfig) -> bool:
     """Copy the checkpoint of `fork_from` into the run's folder, unless the folder already has checkpoints.
 
-    The records of earlier steps are copied, too. Within one file system, the checkpoint is hard-linked, not copied.
+    The records of earlier steps are copied, too. On the same file system, the checkpoint is hard-linked, not copied.
     Returns whether the run starts from this checkpoint.
 
     Raises:

@@ -36,7 +36,7 @@ class RunKind(Generic[R]):
     # steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
-    find_changed: Callable[[R, R, int], list[str]]  # as for `preflight.checked_run_folder`
+    find_changed: Callable[[R, R, int], list[str]]  # returns changed settings; see `preflight.checked_run_folder`
     metrics: Mapping[str, Metric]  # fields of the training records, for the progress line
     # Returns a context manager around the training; on exit it may wait, if the training has finished.
     background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()

@@ -35,7 +35,7 @@ _CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHE
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise `InputError` if the data of a probe does not exist, or the command is not installed."""
+    """Raise `InputError` if the data to score on does not exist, or the command is not installed."""
     settings = config.evaluation.probes
     if missing := [path for path in settings.texts if not (path and _absolute(path).exists())]:
         raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Use held-out text.")

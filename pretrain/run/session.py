@@ -31,7 +31,9 @@ from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # open files of a worker besides the counted ones: libraries, shards, logs, connections
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # time limit for all workers to connect
-_TIMEOUT = timedelta(hours=1)  # time limit of a collective: ranks may wait half an hour for one that compiles
+_COLLECTIVE_TIMEOUT = timedelta(
+    hours=1
+)  # time limit of a collective: ranks may wait half an hour for one that compiles
 # The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Settings with paths, which may differ between machines; `check_same_data` compares the files' contents.
@@ -131,7 +133,7 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 def collective_timeout(config: RunConfig) -> timedelta:
     """Return the time limit of collectives: above the watchdog's, since only the watchdog reports the cause."""
-    return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
+    return max(_COLLECTIVE_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
 def select_gpu(worker: Worker) -> None:
@@ -167,7 +169,7 @@ def _use_expandable_segments() -> None:
     """Let the segments of device memory grow, unless the user has configured the allocator.
 
     Batches of changing shapes leave gaps in segments of fixed sizes, which are counted as used. Call this before the
-    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    first allocation. Setting the environment variable would be too late: torch reads it while it is loaded
     (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
@@ -200,8 +202,8 @@ def check_device(config: RunConfig, device: torch.device) -> None:
 
 def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     # Under torchrun only the first process has read the precision that an earlier start resolved.
-    earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
-    resolved = gather_objects(earlier.engine.precision)[0]
+    earlier_config = preflight.with_resolved_precision(config) if worker.rank == 0 else config
+    resolved = gather_objects(earlier_config.engine.precision)[0]
     if resolved != "auto":
         return with_precision(config, resolved)
     choice = precision.choose_precision(gather_objects(precision.capabilities(device)))

@@ -115,13 +115,13 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
     gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    gpus, memory = zip(*gather_objects(gpu), strict=True)
+    gpu_names, memory_sizes = zip(*gather_objects(gpu), strict=True)
     enabled = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
         with contextlib.suppress(InputError):  # the loader reports problems of the text
             lengths = mean_lengths(config) or lengths
-        enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpus, min(memory))
+        enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpu_names, min(memory_sizes))
         logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
     return with_graphs(config, broadcast_object(enabled))
 
@@ -183,7 +183,7 @@ class Pretraining:
         self._growths = corpora.held_out.grown  # how many times `prepare` has added text
         self.mixtures: list[list[list[Any]]] = []  # `Sampler.identity` of each phase
         ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
-        for index, phase in enumerate(config.phases):  # raise errors of later phases now
+        for index, phase in enumerate(config.phases):  # so that errors of later phases are raised now
             maker = BatchMaker(self._shards, config, index, seed=config.seed, machines=machines, **ranks)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
