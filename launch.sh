@@ -13,7 +13,7 @@ list_commands() {
 }
 
 usage() {
-    printf 'usage: ./launch.sh COMMAND [arguments]      help COMMAND describes one\n\n'
+    printf 'usage: ./launch.sh COMMAND [arguments]      (help COMMAND describes a command)\n\n'
     list_commands
     cat <<'TEXT'
 

@@ -1,7 +1,7 @@
-"""Runs worker processes on this machine or on a Ray cluster. They call a function passed by its dotted name.
+"""Runs a function, given by its dotted name, in worker processes on this machine or on a Ray cluster.
 
-`cluster.workers.launch.run` starts workers through a child process, so the caller does not import `ray`.
-The command `submit` calls `submit`. Importing this package loads nothing heavy.
+`cluster.workers.launch.run` starts the workers through a child process, so the caller does not import `ray`.
+`submit` is the command `submit` as a function. Importing this package loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def submit(
     address: str = "",
     wait_for_nodes: bool = False,
     plain_http: bool = False,
-    **job: Any,
+    **job_options: Any,
 ) -> SubmittedJob:
     """Run a config as a job on a cluster, or continue its run there: `cluster.submit(pretrain.train, "my.yaml")`.
 
-    `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job` are options of
-    `cluster.jobs.submission.make_job`; `cluster.jobs.client.JobsClient` explains the others.
+    `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job_options` are passed to
+    `cluster.jobs.submission.make_job`; `cluster.jobs.client.JobsClient` explains the other parameters.
     """
     from cluster.jobs.client import JobsClient
     from cluster.jobs.submission import make_job
 
-    request = make_job(function, config, **job)
+    request = make_job(function, config, **job_options)
     return JobsClient(address, plain_http=plain_http).submit(request, wait_for_nodes=wait_for_nodes)

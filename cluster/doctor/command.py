@@ -12,12 +12,12 @@ from pretrain.common.commands import add_address, add_command, check_effects, pa
 from pretrain.common.errors import MachineError
 
 
-def add_to(commands: Any, measures: str) -> None:
-    """Add `doctor` to the subcommands of a parser; `measures` names the module with the measurements."""
+def add_to(commands: Any, measurement_module: str) -> None:
+    """Add `doctor` to the subcommands of a parser; see `machine.check` for `measurement_module`."""
     parser = add_command(
         commands,
         "doctor",
-        functools.partial(_doctor, measures),
+        functools.partial(_doctor, measurement_module),
         "check this machine or a cluster, and say what to fix",
         """
   ./launch.sh doctor
@@ -35,7 +35,7 @@ def add_to(commands: Any, measures: str) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _doctor(measures: str, arguments: argparse.Namespace) -> int:
+def _doctor(measurement_module: str, arguments: argparse.Namespace) -> int:
     """Print the findings. Return the exit code of `MachineError` if a check fails, else 0."""
     from rich.console import Console
     from rich.markup import escape
@@ -49,9 +49,9 @@ def _doctor(measures: str, arguments: argparse.Namespace) -> int:
     target = f"the cluster {redact_credentials(address)}".rstrip() if on_cluster else "this machine"
     with Console(stderr=True).status(escape(f"checking {target}")):
         findings = (
-            remote.check(measures, address, folder, plain_http=arguments.allow_plain_http)
+            remote.check(measurement_module, address, folder, plain_http=arguments.allow_plain_http)
             if on_cluster
-            else machine.check(measures, folder)
+            else machine.check(measurement_module, folder)
         )
     counts = Counter(row.mark for row in findings)
     if arguments.json:

@@ -25,59 +25,60 @@ _COMPILE_SECONDS = 20.0  # time limit of the compiler
 _PACKAGES = ("cluster", "pretrain", "finetune")
 
 
-def check(measures: str, folder: Path) -> list[Finding]:
-    """Return the rows of this machine, on which runs would be stored in `folder`.
+def check(measurement_module: str, folder: Path) -> list[Finding]:
+    """Return the findings about this machine; `folder` is where it would store runs.
 
-    `measures` is the dotted name of the module with the measurements, such as `pretrain.run.machine`.
+    `measurement_module` is the dotted name of the module with the measurements, such as `pretrain.run.machine`.
     """
     system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
-    return [system, *_rows(measures, folder, measure=True), reduce.local_row(), verdicts.wandb_key()]
+    rows = _rows(measurement_module, folder, with_speed=True)
+    return [system, *rows, reduce.local_bandwidth(), verdicts.judge_wandb_key()]
 
 
-def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
-    """Return the rows of this machine as a node of a cluster.
+def check_node(measurement_module: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
+    """Return the findings about this machine as a node of a cluster.
 
     Args:
         lock: name of the lock file in `folder` that the job holds; empty for none.
-        cpus, gpus: how many of them Ray uses here. If both are 0, no workers run here, and speed is not measured.
+        cpus, gpus: how many CPUs and GPUs Ray uses here. If both are 0, no workers run here; speed is not measured.
     """
     import torch
 
     if cpus:
         torch.set_num_threads(cpus)
-    shared = [storage.try_lock(folder, lock)] if lock else []
-    return [*_rows(measures, folder, measure=bool(cpus or gpus)), verdicts.wandb_key(), *shared]
+    lock_rows = [storage.try_lock(folder, lock)] if lock else []
+    return [*_rows(measurement_module, folder, with_speed=bool(cpus or gpus)), verdicts.judge_wandb_key(), *lock_rows]
 
 
-def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
+def _rows(measurement_module: str, folder: Path, *, with_speed: bool) -> list[Finding]:
     import torch
 
-    measures: Any = importlib.import_module(name)
-    installed, gpus = versions(measures), torch.cuda.device_count()
+    measurements: Any = importlib.import_module(measurement_module)
+    installed, gpu_count = versions(measurements), torch.cuda.device_count()
     device_files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
         *verdicts.judge_versions(installed),
         verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
         verdicts.judge_memory(*machine_memory()),
-        *_disks(folder),
+        *_disk_rows(folder),
         verdicts.judge_compiler(*try_compiler()),
-        verdicts.judge_gpus(device_files, gpus, installed, visible),
-        *(_matmul_rows(measures, gpus) if measure else []),
+        verdicts.judge_gpus(device_files, gpu_count, installed, visible),
+        *(_matmul_rows(measurements, gpu_count) if with_speed else []),
     ]
 
 
-def versions(measures: Any) -> dict[str, str]:
+def versions(measurements: Any) -> dict[str, str]:
     """Return the versions that must be equal on all nodes; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
         **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _FROM_TORCH.items()},
-        "DeepSpeed": _version(measures.deepspeed_version),
+        "DeepSpeed": _version(measurements.deepspeed_version),
         "Ray": _version(lambda: importlib.import_module("ray").__version__),
         "bertrain": source_version(),
     }
 
 
-_FROM_TORCH: dict[str, Callable[[Any], str]] = {
+_FROM_TORCH: dict[str, Callable[[Any], str]] = {  # functions that read a version from the module `torch`
     "torch": lambda torch: torch.__version__,
     "CUDA": lambda torch: torch.version.cuda or NONE,
     "NCCL": lambda torch: (
@@ -103,7 +104,7 @@ def source_version() -> str:
     return f"{digest.hexdigest()[:8]} (hash of the project's source files)"
 
 
-def _disks(folder: Path) -> list[Finding]:
+def _disk_rows(folder: Path) -> list[Finding]:
     """Return a row for the free space of each folder."""
     folders = [  # (name, path, bytes below which to warn, bytes below which to fail)
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
@@ -122,36 +123,36 @@ def _disks(folder: Path) -> list[Finding]:
 def try_compiler() -> tuple[str, str, str]:
     """Return the paths of the compiler and of Python.h ("": missing), and the error of a test build ("": none)."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    headers = str(header) if header.exists() else ""
-    if not (compiler and headers):
-        return compiler, headers, ""
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    header = str(path) if path.exists() else ""
+    if not (compiler and header):
+        return compiler, header, ""
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "probe.cpp"
         source.write_text(
             "#include <Python.h>\n#include <cmath>\n#include <vector>\n"
             'extern "C" double probe(double x) { return std::vector<double>{std::sqrt(x)}[0]; }\n'
         )
-        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{path.parent}", str(source), "-o", f"{source}.so"]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return compiler, headers, one_line(error)
+            return compiler, header, one_line(error)
     lines = result.stderr.strip().splitlines()
     error = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
-    return compiler, headers, error if result.returncode else ""
+    return compiler, header, error if result.returncode else ""
 
 
-def _matmul_rows(measures: Any, gpus: int) -> list[Finding]:
+def _matmul_rows(measurements: Any, gpu_count: int) -> list[Finding]:
     """Return a row for the speed of matrix products on each device."""
     import torch
 
     devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}
-    for index in range(gpus):
+    for index in range(gpu_count):
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"GPU {index}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
     rows = []
     for device, name in devices.items():
-        bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")
-        rows.append(verdicts.judge_matmul(name, bf16, fp32, measures.is_faster_in_fp32(bf16, fp32)))
+        bf16, fp32 = (measurements.measure_matmul(device, precision) for precision in ("bf16", "fp32"))
+        rows.append(verdicts.judge_matmul(name, bf16, fp32, measurements.is_faster_in_fp32(bf16, fp32)))
     return rows

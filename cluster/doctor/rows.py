@@ -12,13 +12,13 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_MAX_NAMES = 3  # how many nodes a row names
-_WHERE_COLUMNS = 16  # width of the column `where`: one address
+_MAX_NAMES = 3  # maximum number of nodes that a row names
+_WHERE_WIDTH = 16  # width of the column `where`: one address
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of one check. `advice` is shown unless the mark is pass; `where` is the name of a node."""
+    """The finding of the check `what`, on the node `where` (empty: here). `advice` is shown unless the mark is pass."""
 
     what: str
     found: str
@@ -28,23 +28,23 @@ class Finding:
 
 
 def mark_if_low(value: float, warn: float, fail: float) -> str:
-    """Return the mark of a value that should be large."""
+    """Return the mark of a value that should be at least `warn`, and must be at least `fail`."""
     return FAIL if value < fail else WARN if value < warn else PASS
 
 
 def mark_if_high(value: float, warn: float, fail: float) -> str:
-    """Return the mark of a value that should be small."""
+    """Return the mark of a value that should be at most `warn`, and must be at most `fail`."""
     return FAIL if value > fail else WARN if value > warn else PASS
 
 
 def show(rows: Sequence[Finding], console: Console) -> None:
-    """Print rows as a table, with advice unless they passed. Nodes that pass a check share one row."""
+    """Print findings as a table, with advice unless they passed. Nodes that pass a check share one row."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     has_nodes = any(row.where for row in rows)
     table.add_column()
     table.add_column("what", overflow="fold")
     if has_nodes:
-        table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
+        table.add_column("where", overflow="fold", max_width=_WHERE_WIDTH)
     table.add_column("found", overflow="fold")
     for row in _merge_passing(rows) if has_nodes else rows:
         advice = f"\n[{_COLORS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
@@ -65,13 +65,13 @@ def _join_names(names: Sequence[str]) -> str:
 
 def _merge_passing(rows: Sequence[Finding]) -> Iterator[Finding]:
     """Yield one row for all nodes that pass a check, with the first node's finding, and one per failure or warning."""
-    for _, group in groupby(rows, key=lambda row: row.what):
-        by_finding: dict[tuple[str, str], list[Finding]] = {}
-        for row in group:
-            by_finding.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
-        for merged_rows in by_finding.values():
-            first, differ = merged_rows[0], len({row.found for row in merged_rows}) > 1
-            found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
-            is_count = len(merged_rows) > 1 and first.mark == PASS
-            where = counted(len(merged_rows), "node") if is_count else _join_names([row.where for row in merged_rows])
+    for _, rows_of_check in groupby(rows, key=lambda row: row.what):
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for row in rows_of_check:
+            groups.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
+        for merged_rows in groups.values():
+            first, differs = merged_rows[0], len({row.found for row in merged_rows}) > 1
+            found = f"{first.found} ({first.where}; --json has the others)" if differs else first.found
+            names = [row.where for row in merged_rows]
+            where = counted(len(names), "node") if len(names) > 1 and first.mark == PASS else _join_names(names)
             yield replace(first, found=found, where=where)

@@ -11,8 +11,8 @@ from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import locked
 
-SEEN_SECONDS = 5.0  # how long a network file system may take to show another node's new file
-_LOCKED = "locked by another"  # the message of the error for a lock that is held
+SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file to other nodes
+_LOCKED = "locked by another"  # message of the error for a lock that another process holds
 _WRITE_ADVICE = "Allow all nodes to write there, or give another shared folder with --dir."
 
 

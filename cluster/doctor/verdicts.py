@@ -61,12 +61,12 @@ def judge_disk(what: str, path: Path, free: int, wanted: int, minimum: int) -> F
     return Finding(what, f"{free / GIB:.1f} GiB free on {path}", mark, f"Free {wanted / GIB:g} GiB, {alternative}.")
 
 
-def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
+def judge_compiler(compiler: str, header: str, error: str) -> Finding:
     """Return the row of the C++ compiler; the arguments are results of `machine.try_compiler`."""
     alternative = ", or set engine.compile: false."
     if not compiler:
         return Finding("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){alternative}")
-    if not headers:
+    if not header:
         advice = f"torch.compile needs Python.h (apt-get install python3-dev){alternative}"
         return Finding("C++ compiler", f"{compiler}, but no Python.h", FAIL, advice)
     if error:
@@ -74,22 +74,24 @@ def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 
-def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
-    """Return the row of the GPUs: `files` is the number of device files, `count` the number that torch sees."""
+def judge_gpus(device_files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
+    """Return the row of the GPUs: torch sees `count` of the `device_files`; `visible` is CUDA_VISIBLE_DEVICES."""
     if count and versions["NCCL"] == NONE:
         return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a torch with NCCL.")
     if count:
         return Finding("GPUs", str(count))
-    if not files:
+    if not device_files:
         return Finding("GPUs", "none: workers train on the CPU")
     if visible is not None:
-        return Finding("GPUs", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to train on them.")
+        return Finding(
+            "GPUs", f"{device_files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to use them."
+        )
     advice = (
         f"This torch ({versions['torch']}) is built for CPUs; install one for CUDA."
         if versions["CUDA"] == NONE
         else f"The driver does not support CUDA {versions['CUDA']} (see nvidia-smi): update it."
     )
-    return Finding("GPUs", f"{files} that torch cannot use", FAIL, advice)
+    return Finding("GPUs", f"{device_files} that torch cannot use", FAIL, advice)
 
 
 def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> Finding:
@@ -99,7 +101,7 @@ def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> F
     return Finding("matmul", f"{rates} ({device})", WARN if prefers_fp32 else PASS, advice)
 
 
-def wandb_key() -> Finding:
+def judge_wandb_key() -> Finding:
     """Return the row that states whether the environment or netrc has a W&B key. The key is never printed."""
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):

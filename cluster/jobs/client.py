@@ -28,7 +28,7 @@ from cluster.workers.address import (
     redact_error,
     token_rejected_error,
 )
-from cluster.workers.driver import choose_token
+from cluster.workers.driver import set_token_variables
 from cluster.workers.nodes import choose_cpus
 from cluster.workers.processes import JOB_COMMAND
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs_folder
@@ -43,7 +43,7 @@ from pretrain.common.worker import WAITING_FILE
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
-_JOB_BYTES = 90 << 20  # memory of the head per waiting job: 73 MiB for Ray's supervisor, 13 for our process
+_JOB_BYTES = 90 << 20  # memory that a job needs on the head node: 73 MiB for Ray's supervisor, 13 for our process
 _ANSWER_SECONDS = 5.0  # time limit for listing the nodes
 _POLL_SECONDS = 0.5
 _MONITOR_SECONDS = 2.5  # time within which Ray's own monitor of a job notices its end
@@ -51,7 +51,7 @@ _AGENT_SECONDS = 20.0  # how long a new cluster may take to accept jobs
 _MAX_NODES = 10_000  # maximum number of nodes to list; by default a dashboard lists 100
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # they would override the address passed to Ray
 _NOT_FOUND = 127  # the exit code of a shell that does not find a command
-_MEANING = {
+_EXIT_CODE_MEANINGS = {
     InputError.exit_code: "your input is wrong; see its log",
     MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
     DivergedError.exit_code: "training diverged; see its log",
@@ -59,7 +59,7 @@ _MEANING = {
     NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
     _NOT_FOUND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
 }
-_NO_STEP, _STEP = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
+_NO_STEP, _STEP_LINE = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
 _SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
 
 
@@ -72,10 +72,10 @@ class Job:
         resumes: whether the job is a training run, which resumes from its latest checkpoint.
         name: id of the run.
         config: resolved settings, as plain data for JSON.
-        run_dir: the run folder, or the address of a stored run, whose folder the cluster chooses.
+        run_dir: the run folder, or the object store URL of the run, whose local folder the cluster chooses.
         folder: working directory on the cluster; the config's relative paths start there.
         workers: the minimum and maximum number of workers.
-        cpus_per_worker: 0 divides the cluster's CPUs among the workers.
+        cpus_per_worker: number of CPUs per worker; 0 divides the cluster's CPUs among the workers.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True, repr=False)
 class SubmittedJob:
-    """A job on a cluster, with the name of its run; `jobs` can return its log, stop it and wait for it."""
+    """A job on a cluster, by the `name` of its run; the client `jobs` can return its log, stop it and wait for it."""
 
     name: str
     jobs: JobsClient
@@ -121,7 +121,7 @@ class JobsClient:
 
     def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
         expect("jobs on a cluster", "ray")
-        cluster = local.find() if not address else None
+        cluster = local.find_cluster() if not address else None
         # How long a stopped job may save its last checkpoint before Ray kills it; Ray's default is 3 s. A cluster of
         # `up` has set it already, and workers without a custom environment start sooner.
         stop_limit = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
@@ -135,7 +135,7 @@ class JobsClient:
         if cluster is not None:
             local.use_token(cluster)
         else:
-            choose_token(address)
+            set_token_variables(address)
         for name in _ADDRESS_VARIABLES:
             os.environ.pop(name, None)
         check_dashboard(self.address, plain_http=plain_http)
@@ -151,7 +151,7 @@ class JobsClient:
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:
-        """Start the run, or continue it if it was started before. It continues after this process exits.
+        """Start the run, or continue it if it was started before. The job keeps running after this process exits.
 
         Args:
             job: the result of `cluster.jobs.submission.make_job`.
@@ -167,16 +167,16 @@ class JobsClient:
                 "can run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
                 file=sys.stderr,
             )
-        known = self.all()
-        earlier = next((other for other in known if other.submission_id == job.name), None)
+        jobs = self.jobs()
+        earlier = next((other for other in jobs if other.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is already {describe_state(earlier, self.queued(known).get(job.name, ''))} on "
+                f"{job.name}: is already {describe_state(earlier, self.queued(jobs).get(job.name, ''))} on "
                 f"{self.safe_url}. Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose "
                 "another name."
             )
         nodes = alive_nodes(self.address)
-        check_head(nodes, sum(other.status not in FINISHED for other in known), self.safe_url)
+        check_head(nodes, sum(other.status not in FINISHED for other in jobs), self.safe_url)
         if not wait_for_nodes:
             _check_capacity(nodes, job, self.safe_url)
         if earlier is not None:
@@ -188,14 +188,11 @@ class JobsClient:
         """Run `command` on the cluster as a job of this name; `InputError` if a job of this name exists."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.one_line_errors(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
-            environment = ship_modules(self._runtime_env, Path(scratch))
+            runtime_env = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
                     self.client.submit_job(
-                        submission_id=name,
-                        entrypoint=command,
-                        metadata=metadata,
-                        runtime_env=environment,
+                        submission_id=name, entrypoint=command, metadata=metadata, runtime_env=runtime_env
                     )
                     return
                 except RuntimeError as error:
@@ -210,17 +207,17 @@ class JobsClient:
 
     def find(self, name: str) -> JobDetails | None:
         """Return the job of this name, or None."""
-        return next((job for job in self.all() if job.submission_id == name), None)
+        return next((job for job in self.jobs() if job.submission_id == name), None)
 
     def get(self, name: str) -> JobDetails:
         """Return the job of this name; `InputError` if there is none."""
         job = self.find(name)
         if job is None:
-            known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
+            known = ", ".join(str(job.submission_id) for job in self.jobs()) or "none"
             raise InputError(f"{name}: no such job on {self.safe_url}. Known jobs: {known}.")
         return job
 
-    def all(self) -> list[JobDetails]:
+    def jobs(self) -> list[JobDetails]:
         """List the submitted jobs in the order of their submission; other Ray drivers are left out."""
         with self.one_line_errors():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
@@ -247,7 +244,7 @@ class JobsClient:
             return 0, "stopped, but had finished"
         saved = _SAVED.findall(log)
         latest = saved[-1] if saved else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
-        if not latest and _STEP.search(log):  # killed before it reported, with its run folder on another machine
+        if not latest and _STEP_LINE.search(log):  # killed before it reported, with its run folder on another machine
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
         if latest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"
@@ -258,17 +255,17 @@ class JobsClient:
             return self.client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """Return name -> "queued behind OTHERS" for each of `jobs` (`all`) that waits in the queue.
+        """Return {name: "queued behind OTHERS"} for the queued ones of `jobs`, the result of `jobs()`.
 
         For Ray a queued job is running, so the last line of its output is read; the oldest job never waits.
         """
         active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
-        queued = {}
+        messages = {}
         for name in (str(job.submission_id) for job in active[1:]):
             line = self._log(name).rstrip().rpartition("\n")[2]
             if line.startswith(f"{name}: {QUEUED}"):
-                queued[name] = line.removeprefix(f"{name}: ")
-        return queued
+                messages[name] = line.removeprefix(f"{name}: ")
+        return messages
 
     def follow(self, name: str) -> Iterator[str]:
         """Yield the output of the job as it arrives, until it finishes; `MachineError` if the connection is lost."""
@@ -361,13 +358,13 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
         raise MachineError(f"{error} If nodes will be added, use --wait-for-nodes.") from None
 
 
-def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
+def check_head(nodes: list[dict[str, Any]], job_count: int, address: str) -> None:
     """Raise `MachineError` if the head lacks memory for one more job: all jobs would fail with the head."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
-    if memory and (jobs + 1) * _JOB_BYTES > memory:
+    if memory and (job_count + 1) * _JOB_BYTES > memory:
         raise MachineError(
-            f"the cluster at {address} has {jobs} running or queued jobs, the most that its head node's memory allows "
-            f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have finished."
+            f"the cluster at {address} has {job_count} running or queued jobs, the most that its head node's memory "
+            f"allows ({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have finished."
         )
 
 
@@ -391,8 +388,8 @@ def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
-    """Return a job's run folder; None without `address` if no local cluster runs or it has no such job."""
-    if not address and local.find() is None:
+    """Return a job's run folder. Without `address`, return None if no local cluster runs, or it has no such job."""
+    if not address and local.find_cluster() is None:
         return None
     jobs = JobsClient(address, plain_http=plain_http)
     job = jobs.get(name) if address else jobs.find(name)
@@ -400,9 +397,9 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
     return local_run(folder) if folder else None
 
 
-def describe(job: JobDetails, queued: str = "") -> str:
+def describe(job: JobDetails, queue_message: str = "") -> str:
     """Describe one job for the terminal: its state, what that means, and the progress of its run."""
-    lines = [f"{job.submission_id}: {describe_state(job, queued)}"]
+    lines = [f"{job.submission_id}: {describe_state(job, queue_message)}"]
     lines.append(f"  submitted {format_time(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
     if "run_dir" in metadata:
@@ -411,21 +408,21 @@ def describe(job: JobDetails, queued: str = "") -> str:
     return "\n".join(lines)
 
 
-def describe_state(job: JobDetails, queued: str = "") -> str:
-    """Return `queued` (from `JobsClient.queued`) if not empty, else Ray's state and the meaning of the exit code."""
-    if queued:
-        return queued
+def describe_state(job: JobDetails, queue_message: str = "") -> str:
+    """Return the `queue_message` (from `JobsClient.queued`), if any, else Ray's state and what the exit code means."""
+    if queue_message:
+        return queue_message
     status = str(job.status.value).lower()
     code = job.driver_exit_code
     if status == "failed" and code is not None:
-        return f"failed with exit code {code}: {_MEANING.get(code, 'crashed; see its log')}"
+        return f"failed with exit code {code}: {_EXIT_CODE_MEANINGS.get(code, 'crashed; see its log')}"
     if status == "failed" and job.message:
         return f"failed: {' '.join(job.message.split())[:200]}"
     return status
 
 
 def progress_lines(job: JobDetails) -> list[str]:
-    """Return lines about a run's waiting and progress, from its folder; [] if the folder is not on this machine."""
+    """Return lines about a run's wait for nodes and its progress; [] if its folder is not on this machine."""
     run_dir = local_run((job.metadata or {}).get("run_dir", "/nowhere"))
     return [*(_wait_notice(run_dir) if job.status not in FINISHED else ()), *_training_progress(run_dir)]
 
@@ -453,7 +450,7 @@ def _training_progress(run_dir: Path) -> list[str]:
 
 
 def job_metadata(job: Job) -> dict[str, str]:
-    """Return the metadata with all that `cluster.jobs.entrypoint` needs, so that no files are uploaded."""
+    """Return the metadata, with all that `cluster.jobs.entrypoint` needs, so that no files are uploaded."""
     return {
         **({"runs": str(runs_folder())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
@@ -468,7 +465,7 @@ def job_metadata(job: Job) -> dict[str, str]:
 
 
 def format_time(milliseconds: int | None) -> str:
-    """Format Ray's time in milliseconds, in this machine's time zone."""
+    """Format a Unix time in milliseconds, as Ray reports it, in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 
 

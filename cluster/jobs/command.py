@@ -15,12 +15,12 @@ from pretrain.common.wording import print_table
 if TYPE_CHECKING:
     from cluster.jobs.client import JobsClient
 
-Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # returns the functions that `submit` runs, by command
+LoadFunctions = Callable[[], Mapping[str, Callable[..., Any]]]  # returns the function that a job runs, by command
 
 
-def add_to(commands: Any, functions: Functions) -> None:
+def add_to(commands: Any, load_functions: LoadFunctions) -> None:
     """Add the commands to the subcommands of a parser."""
-    _add_submit(commands, functions)
+    _add_submit(commands, load_functions)
     for add in (_add_list, _add_job_commands, _add_logs, _add_up):
         add(commands)
 
@@ -34,11 +34,11 @@ def _up(arguments: argparse.Namespace) -> None:
     local.up(arguments.nodes, arguments.cpus_per_node)
 
 
-def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
+def _submit(load_functions: LoadFunctions, arguments: argparse.Namespace) -> int:
     from cluster.jobs.submission import make_job, parse_run
 
     command, config, options = parse_run(arguments.run)
-    request = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
+    request = make_job(load_functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
     job = _connect(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
         return follow_log(job.jobs, job.name)
@@ -51,7 +51,7 @@ def _status(arguments: argparse.Namespace) -> None:
 
     cluster = _connect(arguments)
     job = cluster.get(arguments.job)
-    print(client.describe(job, cluster.queued(cluster.all()).get(arguments.job, "")))
+    print(client.describe(job, cluster.queued(cluster.jobs()).get(arguments.job, "")))
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -63,14 +63,14 @@ def _list(arguments: argparse.Namespace) -> None:
     for column in ("job", "kind", "state", "submitted", "progress"):
         table.add_column(column, overflow="fold")
     cluster = _connect(arguments)
-    jobs = cluster.all()
-    queued = cluster.queued(jobs)
+    jobs = cluster.jobs()
+    queue_messages = cluster.queued(jobs)
     for job in jobs:
         metadata = job.metadata or {}
         cells = (
             str(job.submission_id),
             metadata.get("bertrain", "other"),
-            client.describe_state(job, queued.get(str(job.submission_id), "")),
+            client.describe_state(job, queue_messages.get(str(job.submission_id), "")),
             client.format_time(job.start_time),
             "; ".join(client.progress_lines(job)),
         )
@@ -126,11 +126,11 @@ def follow_log(cluster: JobsClient, name: str) -> int:
 # ---------------------------------------------------------------- the commands' parsers
 
 
-def _add_submit(commands: Any, functions: Functions) -> None:
+def _add_submit(commands: Any, load_functions: LoadFunctions) -> None:
     parser = add_command(
         commands,
         "submit",
-        functools.partial(_submit, functions),
+        functools.partial(_submit, load_functions),
         "run a config as a job on a cluster, or resume it there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
@@ -174,14 +174,14 @@ def _add_job_commands(commands: Any) -> None:
     ):
         parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
         _add_address(parser)
-        _add_job(parser)
+        _add_job_argument(parser)
 
 
 def _add_logs(commands: Any) -> None:
     parser = add_command(commands, "logs", _logs, "print the output of a job", "\n  ./launch.sh logs -f bert-mini")
     _add_address(parser)
     add_follow(parser, "print new output until the job finishes")
-    _add_job(parser)
+    _add_job_argument(parser)
 
 
 def _add_up(commands: Any) -> None:
@@ -208,5 +208,5 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     add_address(parser, "dashboard URL of the cluster (default: the cluster of `up` on this machine)")
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
+def _add_job_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="name of the run")

@@ -1,4 +1,4 @@
-"""A job's process on the cluster: waits in the queue, then calls the function of the job's command. Training resumes.
+"""A job's process on the cluster: calls the function of the job's command. Training waits in the queue first.
 
 Ray starts it as `bertrain job`, with the metadata from `cluster.jobs.client` in the environment.
 """
@@ -13,8 +13,8 @@ from cluster.workers.target import change_folder
 from pretrain.common.addresses import RUNS_VARIABLE
 
 
-def run(functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Run the job. `functions` returns the function of each command; it is called late, since its imports are slow."""
+def run(load_functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
+    """Run the job. `load_functions` returns each command's function; it is called late, since its imports are slow."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])
@@ -23,6 +23,6 @@ def run(functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
     if "resumes" in metadata:
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
-    print(functions()[metadata["bertrain"]](config, **({"resume": True} if "resumes" in metadata else {})))
+    print(load_functions()[metadata["bertrain"]](config, **({"resume": True} if "resumes" in metadata else {})))
     if "resumes" in metadata:
         print(f"{name}: {DONE}")

@@ -29,9 +29,9 @@ DONE = "finished"  # the last line of a finished training's output is `NAME: fin
 _ANSWER_SECONDS = 10.0  # time limit of a request
 _UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not answer
 _STOP_SECONDS = 0.5  # time within which a stop takes effect
-_MIN_PAUSE_SECONDS = 2.0  # between two polls
+_MIN_PAUSE_SECONDS = 2.0  # minimum time between two polls
 _MAX_PAUSE_SECONDS = 30.0
-_MAX_NAMES = 3  # how many jobs a log line names
+_MAX_NAMES = 3  # maximum number of jobs that a log line names
 _NODES_SECONDS = 60.0  # time after which the nodes are read again even if no job has finished
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
@@ -48,8 +48,8 @@ class WaitingJob:
     name: str
     min_workers: int
     max_workers: int
-    cpus_per_worker: int  # 0 divides the cluster's CPUs among the workers
-    submitted_at: int = 0  # by Ray's clock; distinguishes it from a later job of the same name
+    cpus_per_worker: int  # number of CPUs per worker; 0 divides the cluster's CPUs among the workers
+    submitted_at: int = 0  # time by Ray's clock, which distinguishes it from a later job of the same name
 
 
 def wait_in_queue(name: str) -> None:
@@ -62,12 +62,12 @@ def wait_in_queue(name: str) -> None:
         StoppedError: a SIGTERM arrived.
         MachineError: the cluster's head did not answer for ten minutes.
     """
-    stopped: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    received: list[int] = []  # signals
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
+        wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(received))
     except MachineError:
-        if stopped:  # the signal has also stopped the child process that finds the dashboard
+        if received:  # the signal has also stopped the child process that finds the dashboard
             raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
@@ -96,11 +96,11 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             return
         if queue and reported != (reported := _join_names(queue.ahead)):
             print(f"{name}: {QUEUED}{reported}", flush=True)
-        sleep(pause(len(queue.ahead) if queue else 0), stopped)
+        sleep(pause_seconds(len(queue.ahead) if queue else 0), stopped)
 
 
-def pause(ahead: int) -> float:
-    """Return the seconds between two polls with `ahead` jobs in front: 100 jobs send about 20 requests a second."""
+def pause_seconds(ahead: int) -> float:
+    """Return the seconds between two polls of a job with `ahead` jobs ahead: 100 jobs poll about 20 times a second."""
     return min(_MIN_PAUSE_SECONDS * (1 + ahead / 8), _MAX_PAUSE_SECONDS)
 
 
@@ -194,7 +194,7 @@ class Dashboard:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._url, self._host = url, parts.netloc
-        token = _token()
+        token = _read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -234,10 +234,8 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _parse_job(job: Mapping[str, Any]) -> WaitingJob:
-    sizes = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
-    return WaitingJob(
-        job["submission_id"], sizes["workers"], sizes["most_workers"], sizes["cpus_per_worker"], job["start_time"] or 0
-    )
+    numbers = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
+    return WaitingJob(job["submission_id"], *numbers.values(), submitted_at=job["start_time"] or 0)
 
 
 def find_dashboard() -> str:
@@ -250,7 +248,7 @@ def find_dashboard() -> str:
     return url
 
 
-def _token() -> str:
+def _read_token() -> str:
     """Return the cluster's token from the variable or file that Ray reads; empty if there is none."""
     if "RAY_AUTH_TOKEN" in os.environ:
         return os.environ["RAY_AUTH_TOKEN"]

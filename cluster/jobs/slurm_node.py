@@ -27,7 +27,7 @@ from pretrain.common.worker import JOB_VARIABLE
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # time within which the head's Ray must accept connections
 _MAX_REFUSALS = 3  # number of refused connections in a row after which the head's Ray is assumed to have stopped
-_CLEANUP_SECONDS = 10  # of SLURM's KillWait, reserved for the cleanup: SIGKILL would prevent it
+_CLEANUP_SECONDS = 10  # part of SLURM's KillWait that is reserved for the cleanup, which SIGKILL would prevent
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
@@ -55,7 +55,7 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
 
 
 class _Grace:
-    """The time left after SIGTERM, which SLURM sends to all processes of a canceled, requeued or timed-out job."""
+    """The time to save a checkpoint after SIGTERM, sent to all processes of a canceled, requeued or timed-out job."""
 
     def __init__(self) -> None:
         self._received: float | None = None  # when SIGTERM arrived
@@ -63,7 +63,7 @@ class _Grace:
         self._seconds = max(1, _kill_wait() - _CLEANUP_SECONDS)
 
     def has_expired(self) -> bool:
-        """Return whether the time to save a checkpoint has passed since SIGTERM."""
+        """Return whether that time has passed."""
         return self._received is not None and time.monotonic() > self._received + self._seconds
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -84,9 +84,9 @@ def _run_head(
     folder: Path, address: str, cpus: int, gpus: int, command: list[str], grace: _Grace, cleanup: contextlib.ExitStack
 ) -> None:
     host, _, port = address.rpartition(":")
-    head = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
+    options = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     with without_stop_signals():
-        ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
+        ray = start_node(folder, cpus, [*options, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
     _await_head(address, grace, ray, folder)
     # In a new session, so that all processes it starts can be killed.
     process = subprocess.Popen(command, start_new_session=True)
@@ -147,13 +147,13 @@ def _check_ray(ray: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _create_folder(folder: Path) -> None:
-    """Create the folder. First remove leftovers of this job's earlier starts, and folders that no process uses.
+    """Create the folder. First remove leftovers of this job's earlier starts, and other jobs' folders that are unused.
 
     After the loss of another node SLURM may not have killed this node's processes, and a lost node has not cleaned up.
     """
     processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     for path in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
-        users = [process for process, command in processes if any(f"{path}/" in word for word in command)]
+        users = [process for process, command in processes if any(f"{path}/" in argument for argument in command)]
         if path == folder:
             for process in users:
                 with contextlib.suppress(ProcessLookupError):

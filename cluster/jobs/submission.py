@@ -37,27 +37,27 @@ def make_job(
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
-    Raises `InputError` for mistakes that would end the run before its first step, if this machine can find them.
+    Raises `InputError` for mistakes that would end the run before its first step, as far as this machine can find them.
     """
     module = getattr(function, "__module__", "")
     command = _COMMANDS.get(f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}")
     if command is None:
         raise InputError(f"submit: {function!r} cannot be a job. Pass one of the functions {', '.join(_COMMANDS)}.")
-    trains = command != "prepare"
-    sizes = [] if workers is None else _worker_overrides(str(workers))
-    settings = with_start([*as_overrides(overrides), *sizes], start_from)
-    loaded = sys.modules[module].load_config(config, settings, imports=True)  # `start_from` is read on the cluster
+    is_training = command != "prepare"
+    worker_overrides = [] if workers is None else _worker_overrides(str(workers))
+    settings = with_start([*as_overrides(overrides), *worker_overrides], start_from)
+    loaded = sys.modules[module].load_config(config, settings, imports=True)  # the checkpoint is read on the cluster
     values = loaded.model_dump(mode="json")
     if isinstance(loaded, PretrainConfig) and loaded.start_from:
         values |= _explicit_sections(config, settings, values)
-    if trains:
+    if is_training:
         loaded.tracking.check_names()
         values["tracking"]["run_id"] = loaded.tracking.run_id or loaded.name
     scheduling = loaded.scheduling
     return Job(
         kind=command,
-        resumes=trains,
-        name=loaded.name if trains else f"{command}-{loaded.name}"[:63],
+        resumes=is_training,
+        name=loaded.name if is_training else f"{command}-{loaded.name}"[:63],
         config=values,
         run_dir=loaded.address or str(loaded.folder),
         folder=Path(folder or Path.cwd()).absolute(),
@@ -81,7 +81,7 @@ def parse_run(arguments: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
 
 
 def _explicit_sections(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections that a checkpoint on the cluster completes, with explicit settings only, without defaults."""
+    """Return the sections `model` and `corpus` without defaults: the checkpoint on the cluster has the other values."""
     explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}

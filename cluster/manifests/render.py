@@ -19,32 +19,32 @@ KIND_SETTINGS = {"kuberay": (KubeRaySettings, "kuberay.yaml.j2"), "slurm": (Slur
 
 
 def render(
-    kind: str, run_type: type[RunConfig], config: Path | str, overrides: Sequence[str] = (), custom: Path | None = None
+    kind: str, run_type: type[RunConfig], path: Path | str, overrides: Sequence[str] = (), template: Path | None = None
 ) -> str:
-    """Return the manifest of the run in the YAML file `config`, as the text of one file.
+    """Return the manifest of the run in the YAML file `path`, as the text of one file.
 
-    `overrides` are strings `key.path=value`, also for the section `place`; `custom` is a template of the user.
+    `overrides` are strings `key.path=value`, also for the section `place`; `template` replaces the built-in one.
     """
-    return fill(kind, template_values(config, run_type, KIND_SETTINGS[kind][0], overrides), custom)
+    return fill(kind, template_values(path, run_type, KIND_SETTINGS[kind][0], overrides), template)
 
 
-def fill(kind: str, values: dict[str, Any], custom: Path | None = None) -> str:
-    """Render the built-in or a `custom` template. For errors in the latter, `InputError` names the line."""
+def fill(kind: str, values: dict[str, Any], template: Path | None = None) -> str:
+    """Render the user's `template`, or the built-in one. `InputError` names the line of an error in the user's."""
     builtin = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {function.__name__: function for function in (tojson, sh, block, comment, heredoc, counted)}
     try:
-        return environment.from_string((custom or builtin).read_text(encoding="utf-8")).render(values)
+        return environment.from_string((template or builtin).read_text(encoding="utf-8")).render(values)
     except Exception as error:  # a template's expressions may raise anything
-        if not custom:
+        if not template:
             raise
-        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        line = getattr(error, "lineno", None) or (frames or [0])[-1]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+        line = getattr(error, "lineno", None) or (lines or [0])[-1]
         problem = f"line {line}: {error}" if line else getattr(error, "strerror", None) or str(error)
         problem = " ".join(problem.split()).rstrip(".")
-        raise InputError(f"{custom}: {problem}. Correct it, or start with a copy of {builtin}.") from None
+        raise InputError(f"{template}: {problem}. Correct it, or start with a copy of {builtin}.") from None
 
 
 def tojson(value: Any) -> str:
@@ -67,7 +67,7 @@ def block(text: str, indent: int) -> str:
 
 
 def comment(text: str) -> str:
-    """Return `text` as comment lines for YAML or a shell script, whose line separators all start a new comment."""
+    """Return `text` as comment lines for YAML or a shell script, one for each line, whatever separates the lines."""
     return "\n".join(f"# {printable(line)}".rstrip() for line in text.splitlines())
 
 

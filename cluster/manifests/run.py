@@ -18,8 +18,9 @@ from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
 RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # the commands that train, after `python -m`
-# Regular expression by which pgrep finds the processes of a run that start.sh or `submit` started.
-COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
+# Regular expression with which pgrep finds the processes of a run that start.sh or `submit` started.
+_MODULES = "|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER))
+COMMAND_PATTERN = f"-m ({_MODULES})|/{JOB_COMMAND}"
 # Pattern of a name to which KubeRay can append suffixes so that it remains a DNS name (MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 def template_values(
     path: Path | str, run_type: type[RunConfig], place_type: type[ManifestSettings], overrides: Sequence[str]
 ) -> Any:
-    """Return the templates' values, by name, for the run in the YAML file `path`."""
+    """Return the values that the templates use, by name, for the run in the YAML file `path`."""
     config_type = create_model(
         f"{run_type.__name__}WithPlace",
         __base__=run_type,
@@ -42,24 +43,24 @@ def template_values(
     if finetunes and place.prepare:
         raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
     cpus = scheduling.cpus_per_worker or place.cpus_per_worker
-    per_node = min(scheduling.workers, place.workers_per_node)
+    workers_per_node = min(scheduling.workers, place.workers_per_node)
     # A stored run's folder must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
-    stored = f"stored-runs/{local_path(config.address).relative_to(cache_folder())}" if config.address else ""
-    on_cluster = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
+    stored_folder = f"stored-runs/{local_path(config.address).relative_to(cache_folder())}" if config.address else ""
+    cluster_scheduling = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
     return {
         "name": _object_name(config.name) if place_type is KubeRaySettings else config.name,
-        "folder": stored or str(config.folder),  # relative to the commands' working directory
+        "folder": stored_folder or str(config.folder),  # relative to the commands' working directory
         "run_dir": str(config.run_dir),
-        "config": yaml_settings.dump(config.model_copy(update={"scheduling": on_cluster}), exclude={"place"}),
+        "config": yaml_settings.dump(config.model_copy(update={"scheduling": cluster_scheduling}), exclude={"place"}),
         "command": "finetune" if finetunes else "pretrain",
-        "nodes": _count_nodes(scheduling.workers, per_node),
-        "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
-        "workers_per_node": per_node,
-        "gpus_per_node": per_node if place.gpus else 0,
-        "cpus_per_node": per_node * cpus,
+        "nodes": _count_nodes(scheduling.workers, workers_per_node),
+        "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / workers_per_node),
+        "workers_per_node": workers_per_node,
+        "gpus_per_node": workers_per_node if place.gpus else 0,
+        "cpus_per_node": workers_per_node * cpus,
         "ray_version": metadata.version("ray"),
-        "command_processes": COMMAND,
-        "run_processes": f"^{PROCESS_TITLE}|{COMMAND}",
+        "command_processes": COMMAND_PATTERN,
+        "run_processes": f"^{PROCESS_TITLE}|{COMMAND_PATTERN}",
         "place": place.model_dump(),
     }
 
@@ -72,9 +73,9 @@ def _object_name(name: str) -> str:
     return converted
 
 
-def _count_nodes(workers: int, per_node: int) -> int:
-    if workers % per_node:
-        lower = workers // per_node * per_node
-        rule = f"must be a multiple of place.workers_per_node ({per_node}); otherwise GPUs stay idle"
-        raise InputError(f"scheduling.workers ({workers}) {rule}. The nearest are {lower} and {lower + per_node}.")
-    return workers // per_node
+def _count_nodes(workers: int, workers_per_node: int) -> int:
+    if rest := workers % workers_per_node:
+        lower, higher = workers - rest, workers - rest + workers_per_node
+        rule = f"must be a multiple of place.workers_per_node ({workers_per_node}); otherwise GPUs stay idle"
+        raise InputError(f"scheduling.workers ({workers}) {rule}. The nearest are {lower} and {higher}.")
+    return workers // workers_per_node

@@ -13,7 +13,7 @@ _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # expression of node features, with sbatch's operators
 _TIME = r"^(\d+-)?\d+(:\d\d){0,2}$"
-_START_SECONDS = 120  # for starting Ray and torch, and because SLURM's warning may come a minute early
+_START_SECONDS = 120  # time to start Ray and torch; includes a minute, by which SLURM's warning may come early
 
 
 class ManifestSettings(Section):
@@ -80,14 +80,14 @@ class SlurmSettings(ManifestSettings):
     def _check_time(self) -> "SlurmSettings":
         """Check that the time limit leaves time to start and to save; SLURM may warn a minute early."""
         minimum = self.grace_seconds + _START_SECONDS
-        if 0 < _seconds(self.time_limit) < minimum:
+        if 0 < _parse_seconds(self.time_limit) < minimum:
             needed = f"grace_seconds ({self.grace_seconds}) to save, and {_START_SECONDS} s to start"
             raise ValueError(f"time_limit ({self.time_limit}) is less than {minimum} s: {needed}")
         return self
 
 
-def _seconds(time_limit: str) -> int:
-    """Parse [days-]hours:minutes:seconds as `man sbatch` does: without days, fewer numbers start at the minutes."""
+def _parse_seconds(time_limit: str) -> int:
+    """Parse [days-]hours:minutes:seconds as `man sbatch` does: without days, up to two numbers start at minutes."""
     days, *numbers = map(int, re.split("[-:]", time_limit if "-" in time_limit else f"0-{time_limit}"))
     if "-" not in time_limit and len(numbers) < 3:
         numbers.insert(0, 0)

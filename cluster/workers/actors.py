@@ -26,7 +26,7 @@ from pretrain.common.wording import counted
 _REPORT_SECONDS = 2.0  # how long the other workers may take to report errors after the first one
 # Time limit for all processes to start after Ray has placed them; a head starts about a hundred per minute.
 _START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
-_POLL_SECONDS = 1.0  # between two checks for a stop while workers start
+_POLL_SECONDS = 1.0  # interval of the checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
 _MIG_PREFIX = "MIG-"
 
@@ -36,7 +36,7 @@ class WorkersNotStartedError(Exception):
 
 
 class WorkersFailedError(Exception):
-    """Workers failed. `failures`: exception by rank, a `WorkerError` if the worker reported it, Ray's if it died."""
+    """Workers failed. `failures` maps ranks to errors: a `WorkerError` that a worker reported, or Ray's if it died."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         super().__init__(failures)
@@ -44,7 +44,7 @@ class WorkersFailedError(Exception):
 
 
 class WorkerGroup:
-    """`workers` processes with `resources` each, ready to run; as a context manager, it kills them at the end.
+    """A group of `workers` processes with `resources` each, ready to run. On exit, the context manager kills them.
 
     No worker is placed on nodes whose id is in `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them
     within `placement_seconds`, or if their start then takes longer than `start_seconds` (0: a limit that grows with
@@ -81,7 +81,7 @@ class WorkerGroup:
                 for index in range(workers)
             ]
             limit = start_seconds or _START_SECONDS + _START_SECONDS_PER_WORKER * workers
-            locations = self._locate(check_stop, limit)
+            locations = self._await_locations(check_stop, limit)
         except BaseException:
             self._remove_group()
             raise
@@ -106,16 +106,16 @@ class WorkerGroup:
         from ray.exceptions import RayError, RayTaskError
 
         assignments = assign_ranks(self.locations)
-        runs = [actor.run.remote(attempt, rank) for actor, rank in zip(self.actors, assignments, strict=True)]
+        calls = [actor.run.remote(attempt, ranks) for actor, ranks in zip(self.actors, assignments, strict=True)]
         outcomes: dict[int, dict[str, str] | None] = {}
         failures: dict[int, Exception] = {}
-        pending, deadline = list(runs), None
+        pending, deadline = list(calls), None
         while pending:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
             if not done:
                 break
-            rank = runs.index(done[0])
+            rank = calls.index(done[0])
             try:
                 outcomes[rank] = ray.get(done[0])
             except RayTaskError as error:
@@ -129,7 +129,7 @@ class WorkerGroup:
                 deadline = time.monotonic() + _REPORT_SECONDS
         if failures:
             raise WorkersFailedError(failures)
-        return [outcomes[rank] for rank in range(len(runs))]
+        return [outcomes[rank] for rank in range(len(calls))]
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -141,7 +141,7 @@ class WorkerGroup:
             ray.kill(actor)
         self._remove_group()
 
-    def _locate(self, check_stop: Callable[[], None], limit: float) -> list[WorkerLocation]:
+    def _await_locations(self, check_stop: Callable[[], None], limit: float) -> list[WorkerLocation]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -182,10 +182,10 @@ class WorkerGroup:
 
 
 def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
-    """Request a placement group of `workers` bundles, pending until they fit; Ray's autoscaler starts nodes for it.
+    """Request a placement group of `workers` bundles: pending until they fit; Ray's autoscaler starts nodes for it.
 
-    Ray removes it when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive the
-    process, and all users of a cluster share a single such request.
+    Ray removes the group when this process exits. A request through `ray.autoscaler.sdk.request_resources` would
+    outlive the process, and all users of a cluster share a single such request.
     """
     from ray.util.placement_group import placement_group
 
@@ -201,7 +201,7 @@ class WorkerLocation:
     node: str  # id of the node
     address: str  # address of the node
     port: int  # free port on the node
-    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES: indices, UUIDs or ids of MIG instances
+    gpus: tuple[str, ...]  # indices, UUIDs or ids of MIG instances, as in CUDA_VISIBLE_DEVICES
 
 
 class WorkerActor:
@@ -254,5 +254,5 @@ def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
 
 
 def _gpu_sort_key(gpu: str) -> tuple[bool, int, str]:
-    """Return a sort key: indices by value, then UUIDs and ids of MIG instances."""
+    """Return the sort key of a GPU: indices come first, by value, then UUIDs and ids of MIG instances."""
     return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

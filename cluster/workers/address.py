@@ -13,8 +13,8 @@ _TIMEOUT_SECONDS = 3.0  # time limit for the dashboard's answer
 
 def redact_credentials(address: str) -> str:
     """Return an address, not necessarily a valid URL, with `***` instead of user and password."""
-    before, at, host = address.rpartition("@")
-    scheme = before.partition("//")[0] + "//" if "//" in before else ""
+    prefix, at, host = address.rpartition("@")
+    scheme = prefix.partition("//")[0] + "//" if "//" in prefix else ""
     return f"{scheme}***@{host}" if at else address
 
 
@@ -23,19 +23,19 @@ def redact_error(error: BaseException, address: str) -> str:
     text = one_line(error).replace(address, redact_credentials(address))
     userinfo = address.rpartition("@")[0].rpartition("//")[2]
     password = userinfo.partition(":")[2]
-    for part in sorted({userinfo, password, unquote(password)}, key=len, reverse=True):
-        text = text.replace(part, "***") if part else text
+    for secret in sorted({userinfo, password, unquote(password)}, key=len, reverse=True):
+        text = text.replace(secret, "***") if secret else text
     return text
 
 
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
 
-    Secrets are this process's token, if it has one, and user and password in the URL, which some services accept in
-    place of a token. Afterwards this process's requests to a dashboard on this machine bypass the environment's proxy.
+    Secrets are this process's token, if it has one, and user and password in the URL, which some services accept
+    instead of a token. Afterwards this process's requests to a dashboard on this machine bypass any proxy.
 
     Args:
-        plain_http: send secrets over http to other machines, too.
+        plain_http: whether secrets may be sent to other machines over http, unencrypted.
 
     Raises:
         InputError: `address` is not a URL, or a secret would leave this machine unencrypted; nothing was sent yet.
@@ -43,7 +43,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """
     parts = _split_url(address)
     is_local = _is_local(str(parts.hostname))
-    has_token = os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"  # set by `choose_token` or the user
+    has_token = os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"  # set by `set_token_variables` or the user
     if parts.scheme == "http" and not plain_http and (parts.username or parts.password or has_token):
         _reject_plain_http(redact_credentials(address), is_local)
     if is_local:
@@ -115,9 +115,9 @@ def _reject_plain_http(url: str, is_local: bool | None) -> None:
 
 
 def _bypass_proxy(address: str, host: str) -> None:
-    """Add `host` to `no_proxy`: a proxy would connect to its machine's loopback address instead, and see the token."""
+    """Add `host` to `no_proxy`: a proxy would see the token, and connect to its machine's loopback address."""
     from requests.utils import should_bypass_proxies
 
     if not should_bypass_proxies(address, no_proxy=None):
-        before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        os.environ["no_proxy"] = f"{before},{host}" if before else host
+        hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{hosts},{host}" if hosts else host

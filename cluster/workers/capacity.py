@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _REPORTED_WAIT_SECONDS = 10.0  # shorter waits are not reported
-_LOCAL_SECONDS = 10.0  # wait for a local Ray, which gets no further nodes but may be slow to answer
+_LOCAL_SECONDS = 10.0  # maximum wait for a local Ray, which gets no further nodes but may be slow to answer
 _MAX_EXTRA_WORKERS = 64  # how many workers beyond the minimum are requested from an autoscaler
 
 # Waits before scaling up: a restart costs about a minute, and nodes that are started together join one by one.
-_STEADY_SECONDS = 2.0  # with unchanged capacity, so that a flapping node does not restart everything
-_SETTLE_SECONDS = 120.0  # without another new node
-_COOL_DOWN_SECONDS = 600.0  # since the start of the workers
-_MAX_DELAY_SECONDS = 1800.0  # since more workers fit, if nodes keep joining
+_STEADY_SECONDS = 2.0  # minimum time with unchanged capacity, so that a flapping node does not restart everything
+_SETTLE_SECONDS = 120.0  # minimum time without another new node, unless all workers fit
+_COOL_DOWN_SECONDS = 600.0  # minimum time since the start of the workers, unless all workers fit
+_MAX_DELAY_SECONDS = 1800.0  # once more workers have fit for this long, the two times above no longer matter
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def find_capacity(
     """Return how many of the request's workers fit on `nodes`.
 
     Args:
-        own_workers: number of this run's workers by node id, to count only resources not used by others; None: all.
+        own_workers: number of this run's workers by node id, to leave out what others use; None counts all resources.
         avoid: ids of nodes to leave out.
-        min_workers: return 0 workers if fewer fit; None uses the request's minimum.
+        min_workers: the result is 0 workers if fewer fit; None uses the request's minimum.
     """
     cpus = request.cpus_per_worker
 
@@ -109,7 +109,7 @@ def wait_for_capacity(
         only_free: count only free resources. Do not set it after a crash: Ray frees the crashed workers' resources
             with a delay.
         avoid: ids of nodes to leave out.
-        deadline: time of `time.monotonic` at which the wait ends; None: as late as the request allows.
+        deadline: end of the wait, by `time.monotonic`; None waits as long as the request allows.
 
     Raises `StoppedError` if a stop is requested before or during the wait.
     """
@@ -159,11 +159,11 @@ class ScaleUp:
             self._scalable_since = now
         if capacity != self._capacity:
             self._capacity, self._capacity_since = capacity, now
-        steady = now - self._capacity_since
+        steady_seconds = now - self._capacity_since
         if capacity >= self._max_workers:
-            return steady >= _STEADY_SECONDS
-        settled = steady >= _SETTLE_SECONDS and now - self._started >= _COOL_DOWN_SECONDS
-        return settled or (steady >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
+            return steady_seconds >= _STEADY_SECONDS
+        settled = steady_seconds >= _SETTLE_SECONDS and now - self._started >= _COOL_DOWN_SECONDS
+        return settled or (steady_seconds >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
 
 
 def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
@@ -172,10 +172,10 @@ def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], de
     needed = request.required_workers
     try:
         nodes = usable_nodes()
-        if demand.gpus and not any(node.gpus for node in nodes):
+        if demand.needs_gpus and not any(node.gpus for node in nodes):
             return Capacity([], 0), f"waiting for nodes: no node has a GPU, {needed} workers need one each"
         capacity = find_capacity(nodes, request, own_workers=own_workers, avoid=avoid)
-        placed = demand.placed()
+        placed = demand.placed_workers()
     except Exception as error:  # the head may be unreachable for a while
         logger.warning("the nodes are unknown: %s", one_line(error))
         return Capacity([], 0), f"waiting for the cluster's head, which does not answer ({one_line(error)})"
@@ -194,34 +194,34 @@ class _Demand:
     """The resource demand of a waiting run: placement groups that Ray's autoscaler sees, removed after the wait.
 
     The minimum number of workers is one group, which an autoscaler serves as a whole. An elastic run requests the
-    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. Not with
-    `only_free`: these single workers would take all resources that become free, and the group would never be placed.
+    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. With `only_free`
+    it does not: single workers would take all resources that become free, and the group would never be placed.
     """
 
     def __init__(self, request: LaunchRequest, avoid: Collection[str], only_free: bool) -> None:
         self._request, self._avoid, self._only_free = request, avoid, only_free
         self._groups: list[Any] = []
-        self._gpus: bool | None = request.use_gpu
+        self._needs_gpus: bool | None = request.use_gpu
 
     @property
-    def gpus(self) -> bool:
-        """True if each worker takes a GPU; before workers have run, if an autoscaler may start nodes with GPUs."""
-        if self._gpus is None:
-            self._gpus = bool(self._request.address) and autoscaled_gpus() > 0
-        return self._gpus
+    def needs_gpus(self) -> bool:
+        """True if each worker takes a GPU; if the request does not say so, if an autoscaler may start GPU nodes."""
+        if self._needs_gpus is None:
+            self._needs_gpus = bool(self._request.address) and autoscaled_gpus() > 0
+        return self._needs_gpus
 
     def request(self, nodes: Sequence[Node]) -> None:
         """Request the resources of the run, at the first call only."""
         if self._groups or not self._request.address:
             return
-        with_gpu = self.gpus or any(node.gpus for node in nodes)
+        with_gpu = self.needs_gpus or any(node.gpus for node in nodes)
         resources = process_resources(self._request.cpus_per_worker or 1, with_gpu)
         low, high = self._request.required_workers, self._request.workers
         extra = 0 if self._only_free else min(high - low, _MAX_EXTRA_WORKERS)
         for size in [low] + [1] * extra:
             self._groups.append(request_bundles(size, resources, self._avoid))
 
-    def placed(self) -> int:
+    def placed_workers(self) -> int:
         """Return the number of workers for which Ray has reserved resources; 0 if it is below the minimum."""
         if not self._groups:
             return 0

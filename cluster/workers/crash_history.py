@@ -1,4 +1,4 @@
-"""Records the crashes of a run: how many count towards its limit, and on which nodes they happened. Without Ray."""
+"""Records the crashes of a run: how many count towards its limit, and on which nodes they happened. Ray is not used."""
 
 import time
 from collections import Counter
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 _LOST_SECONDS = 60.0  # a crash is explained by the loss of one of its nodes within this time
 _NODE_SECONDS = 24 * 3600.0  # how long a crash counts against its node
 _CRASHES_OF_A_BAD_NODE = 2  # crashes within that time that make a node a bad one
-_ALLOWED_LOSSES = 10  # crashes with lost nodes and no new checkpoint that are allowed at least
-_LOSSES_PER_FAILURE = 3  # how many such crashes are allowed for each of max_failures
+_MIN_ALLOWED_LOSSES = 10  # how many crashes with lost nodes and no new checkpoint are always allowed
+_LOSSES_PER_FAILURE = 3  # how many such crashes are allowed for each of the max_failures, if that is more
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class CrashHistory:
         self._crashes.append(start)
 
     def forgive(self, staying: Collection[str]) -> list[str]:
-        """Drop the crashes of the last minute whose nodes are not all in `staying`: the lost nodes explain them.
+        """Drop the crashes of the last minute with a node whose id is not in `staying`: its loss explains them.
 
-        Returns the addresses of the lost nodes, or the id of a node on which no worker ran.
+        Returns the addresses of the lost nodes; for a node on which no worker ran, its id.
         """
         lost: set[str] = set()
         for crash in list(self._crashes):
@@ -85,7 +85,7 @@ class CrashHistory:
     @property
     def lost_too_often(self) -> bool:
         """True if there were more crashes with lost nodes, without a new checkpoint, than preemptions can explain."""
-        return self.losses > max(_ALLOWED_LOSSES, _LOSSES_PER_FAILURE * self._limit)
+        return self.losses > max(_MIN_ALLOWED_LOSSES, _LOSSES_PER_FAILURE * self._limit)
 
     def bad_nodes(self) -> dict[str, str]:
         """Return the address of each node on which workers crashed twice within a day, by id."""

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=DriverRequest)
 
 # Time limits:
-_CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
-_ANSWER_SECONDS = 6.0  # for Ray to answer there; less than 10 together with the connection
+_CONNECT_SECONDS = 3.0  # for the port of the cluster to accept a connection
+_ANSWER_SECONDS = 6.0  # for Ray to answer at that port; with _CONNECT_SECONDS less than 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 
@@ -48,7 +48,7 @@ _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum
 
 # One malloc arena for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Variables of the driver, which Ray passes to its workers, and to the other processes of a local Ray.
+# Environment variables of the driver, which Ray passes to its workers and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # by default, the load of all processes is measured every 5 s
@@ -57,16 +57,16 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def main(request_path: str, work: Callable[[Any], None]) -> None:
-    """Call `work` with the request pickled at this path, and write the outcome to the launch's outcome file."""
+def main(request_path: str, handle: Callable[[Any], None]) -> None:
+    """Call `handle` with the request pickled at this path, and write the outcome to the launch's outcome file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request: DriverRequest = pickle.loads(Path(request_path).read_bytes())
-    exit_with_parent(request.launch.launcher, request.launch.ray_dir)
+    exit_with_parent(request.launch.launcher_pid, request.launch.ray_dir)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
     try:
-        work(request)
+        handle(request)
     except RunError as caught:
         error = caught
     except Exception:
@@ -80,7 +80,7 @@ def _run(request: LaunchRequest) -> None:
     required = request.required_workers
     events: list[dict[str, Any]] = []
 
-    def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
         if request.address:
             capacity = wait_for_capacity(request)
             events.extend(capacity.events())
@@ -94,30 +94,33 @@ def _run(request: LaunchRequest) -> None:
 
     if not request.address:  # checked before torch and Ray are loaded
         choose_cpus([(_num_cores(), 0)], required, request.cpus_per_worker, _local_name())
-    session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_local_sizes, _local_name()))
+    if request.in_ray:
+        session = ray_session(request, fit_to_nodes)
+    else:
+        session = contextlib.nullcontext(fit_to_nodes(_local_sizes, _local_name()))
     with session as fitted:
         supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=events)
 
 
 @contextlib.contextmanager
-def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
-    """Start a local Ray or join the cluster at `request.address`; leave it at the end. Yields the result of `fit`.
+def ray_session(request: R, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
+    """Start a local Ray or join the cluster at `request.address`; leave it at the end. Yields the fitted request.
 
     Args:
-        fit: called with a function that returns the nodes' sizes, and with their name for messages. Returns the request
-            with the values that depend on the nodes; raises `MachineError` if the request does not fit. A local Ray is
-            started with only the CPUs that this request needs.
+        fit_to_nodes: called with a function that returns the nodes' sizes, and with their name for messages. Returns
+            the request with the values that depend on the nodes; raises `MachineError` if the request does not fit. A
+            local Ray is started with only the CPUs that this request needs.
     """
-    choose_token(request.address)  # Ray reads it while it is imported
+    set_token_variables(request.address)  # Ray reads it while it is imported
     import ray
 
     if request.address:
         with _exits_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
         where = f"the cluster at {request.address}"
-        fitted = fit(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
+        fitted = fit_to_nodes(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
     else:
-        fitted = fit(_local_sizes, _local_name())
+        fitted = fit_to_nodes(_local_sizes, _local_name())
         with _exits_on_stop(request.launch):
             _start_ray(fitted)
     try:
@@ -130,8 +133,8 @@ def _local_sizes() -> list[NodeSize]:
     return [(_num_cores(), _num_gpus())]
 
 
-def choose_token(address: str) -> None:
-    """For a local Ray, set a new token, which no file contains; for a cluster, use the user's token, if any."""
+def set_token_variables(address: str) -> None:
+    """For a local Ray, set a new token, which no file contains; for a cluster, let Ray use the user's token, if any."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         return
@@ -199,8 +202,8 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     try:
         with _exits_after(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
-        limit = _exits_after(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
-        with limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
+        time_limit = _exits_after(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
+        with time_limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
             ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env(Path(scratch)))
     except AuthenticationError:
         raise token_rejected_error(address) from None
@@ -259,16 +262,16 @@ def _exits_after(seconds: float, on_timeout: Callable[[], None]) -> Iterator[Non
 
 
 def _write_outcome(launch: Launch, error: RunError | None) -> None:
-    write_json(launch.outcome, {"error": None if error is None else as_data(error)})
+    write_json(launch.outcome_path, {"error": None if error is None else as_data(error)})
 
 
 def _keep_ray_logs(launch: Launch) -> None:
     """Copy the local Ray's logs to the run's logs, since Ray's folder is removed when this process exits."""
     source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
-    copy = launch.run_dir / LOGS / "ray"
+    target = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(source, copy)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
 
 
 def _num_cores() -> int:

@@ -17,12 +17,12 @@ GAUGES = {
 class Gauges:
     """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
 
-    every_rank = True  # called on every rank to which it is passed
+    every_rank = True  # called on all ranks that get this callback, not only on rank 0
 
     def __init__(self, run: str, restarts: int) -> None:
         from ray.util.metrics import Gauge
 
-        self._gauges = {name: Gauge(f"bertrain_{name}", about, ("run",)) for name, about in GAUGES.items()}
+        self._gauges = {name: Gauge(f"bertrain_{name}", description, ("run",)) for name, description in GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": run})
         self._gauges["restarts"].set(restarts)

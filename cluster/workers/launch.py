@@ -52,8 +52,8 @@ _KILL_SECONDS = 5.0  # how long the killed processes of a session may take to di
 
 # Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
-# Ray keeps unix sockets in this folder, whose paths may have at most 107 bytes.
-_MAX_FOLDER_LENGTH = 36
+# Maximum length of its parent's path: Ray's unix sockets are deep in it, and their paths may have at most 107 bytes.
+_MAX_PARENT_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -88,10 +88,10 @@ def run(
         cpus_per_worker: number of cores per worker; 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, whose nodes must see the same files. Empty starts a local Ray, which only
             this run can use, and stops it when this function returns.
-        in_ray: use Ray even for one worker without an address, which otherwise is a child process.
+        in_ray: use Ray even for a single local worker, which is otherwise a child process of the driver.
         min_workers: if not 0, between this number and `workers` run, as many as fit on the cluster: fewer when nodes
             are lost or drained, more when nodes join.
-        wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if too few workers fit.
+        wait_for_nodes_seconds: how long each start of the workers waits for nodes, if too few workers fit.
         start_seconds: time limit for starting the placed processes; 0: a limit that grows with their number.
 
     Raises:
@@ -147,9 +147,9 @@ def run_driver(
             run_dir=run_dir,
             working_dir=Path.cwd(),
             ray_dir=folder,
-            outcome=folder / "outcome.json",
+            outcome_path=folder / "outcome.json",
             since=since,
-            launcher=os.getpid(),
+            launcher_pid=os.getpid(),
         )
         with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
             exit_code = _run_child(module, make_request(launch), signals, poll)
@@ -199,7 +199,7 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
 
 @contextlib.contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """Block the stop signals in all processes that are started within, and in their children.
+    """Block the stop signals in all processes that the block starts, and in their children.
 
     A scheduler that stops a job signals all its processes, but only the launcher may react. A handler would not
     suffice: `ray.init` replaces it by one that exits the process.
@@ -246,9 +246,9 @@ def _session_processes(session: int) -> list[int]:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder for Ray's session, readable by this user only, removed at the end."""
+    """Make a temporary folder for Ray, which only this user can read; remove it after the block."""
     parent = tempfile.gettempdir()
-    if len(parent) > _MAX_FOLDER_LENGTH or " " in parent:
+    if len(parent) > _MAX_PARENT_LENGTH or " " in parent:
         parent = "/tmp"
     with disk_errors(Path(parent)):
         folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir=parent))
@@ -262,10 +262,10 @@ def interpreter(folder: Path) -> str:
     """Return the path of this Python, or of a link to it in `folder` if the path has a space (Ray would split it)."""
     if " " not in sys.executable:
         return sys.executable
-    program = Path(sys.executable)
+    path = Path(sys.executable)
     with contextlib.suppress(FileExistsError):
-        (folder / "python").symlink_to(program.parent.parent)
-    return str(folder / "python" / program.parent.name / program.name)
+        (folder / "python").symlink_to(path.parent.parent)
+    return str(folder / "python" / path.parent.name / path.name)
 
 
 def environment() -> dict[str, str]:
@@ -281,7 +281,7 @@ def environment() -> dict[str, str]:
 class Signals:
     """In this context, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
-    The stop file of this scheduler job also sets the flag; other jobs of the same run have other stop files.
+    The stop file in the folder of this scheduler job also sets the flag; each job of the run has another folder.
 
     If the flag cannot be written, as when storage fails for a while, the write is repeated.
     """
@@ -340,7 +340,7 @@ def _raise_outcome(launch: Launch, exit_code: int | None, was_killed: bool) -> N
     if was_killed:
         raise StoppedError(f"{launch.run_dir}: stopped immediately, without a final checkpoint.{StoppedError.CONTINUE}")
     try:
-        outcome = json.loads(launch.outcome.read_text(encoding="utf-8"))
+        outcome = json.loads(launch.outcome_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         log = launch.run_dir / LOGS / RAY_LOG
         raise MachineError(

@@ -20,11 +20,11 @@ from pretrain.common.files import disk_errors, write_json
 from pretrain.common.packages import expect
 from pretrain.common.wording import counted
 
-# How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
+# How long a stopped job may take to save its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
-NODE_LOG = "nodes.log"  # log of all nodes that are started with the same folder
+NODE_LOG = "nodes.log"  # name of the log of all nodes that use a folder
 
-# Program of a node: runs `ray start`; once `up` has exited, kills its session and removes the folder.
+# Program of a node: runs `ray start`; once `up` has exited, it kills the node's session and removes the folder.
 NODE_PROGRAM = """import pathlib, sys
 from cluster.workers.driver import exit_with_parent
 exit_with_parent(int(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)))
@@ -54,36 +54,36 @@ def up(nodes: int, cpus_per_node: int) -> None:
         MachineError: a node did not start, or the head stopped.
     """
     expect("up", "ray")
-    if running := find():
+    if running := find_cluster():
         raise InputError(f"up: a cluster is already running ({running.dashboard}). Press Ctrl-C in its terminal first.")
     cpus = cpus_per_node or max(1, len(os.sched_getaffinity(0)) // nodes)
     # Cleaned up in reverse order: the processes are killed, then their files are removed.
     with contextlib.suppress(KeyboardInterrupt), private_folder() as folder, contextlib.ExitStack() as cleanup:
-        port, dashboard = _free_port(), _free_port()
-        cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        port, dashboard_port = _free_port(), _free_port()
+        cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}")
         cluster.token_file.touch(0o600)
         cluster.token_file.write_text(secrets.token_hex(32))
         with disk_errors(_state_file()):
             write_json(_state_file(), asdict(cluster))
         cleanup.callback(_state_file().unlink, missing_ok=True)
         use_token(cluster)  # Ray reads it while it is imported
-        head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-        head.append(f"--temp-dir={folder}/{RAY_FOLDER}")
-        first = start_node(folder, cpus, head, cleanup)
-        _await_nodes(cluster, 1, [first])
+        head_options = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
+        head_options.append(f"--temp-dir={folder}/{RAY_FOLDER}")
+        head = start_node(folder, cpus, head_options, cleanup)
+        _await_nodes(cluster, 1, [head])
         others = [start_node(folder, cpus, [f"--address={cluster.address}"], cleanup) for _ in range(nodes - 1)]
-        _await_nodes(cluster, nodes, [first, *others])
+        _await_nodes(cluster, nodes, [head, *others])
         print(
             f"{counted(nodes, 'node')} with {counted(cpus, 'CPU')} each; jobs at {cluster.dashboard}, workers at "
             f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it.\n"
             f"Next, in another terminal: {program()} submit -- pretrain CONFIG. Ctrl-C stops the cluster and its jobs.",
             flush=True,
         )
-        first.wait()
+        head.wait()
         raise _exit_error(cluster)
 
 
-def find() -> LocalCluster | None:
+def find_cluster() -> LocalCluster | None:
     """Return the cluster that `up` runs on this machine; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: a file of another version
         cluster = LocalCluster(**json.loads(_state_file().read_text(encoding="utf-8")))

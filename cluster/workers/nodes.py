@@ -22,7 +22,7 @@ class Node:
     cpus: int
     gpus: int
     draining: bool  # whether the node is about to leave the cluster
-    free_cpus: int  # not in use when the nodes were listed
+    free_cpus: int  # CPUs that were not in use when the nodes were listed
     free_gpus: int
 
 
@@ -51,8 +51,8 @@ def choose_cpus(
             f"{where} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
             f"{setting} to {gpus} or less."
         )
-    largest = max((cpu for cpu, _ in nodes), default=0)
-    choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
+    most_cpus = max((cpu for cpu, _ in nodes), default=0)
+    choices = [cpus_per_worker] if cpus_per_worker else range(most_cpus, 0, -1)
     for choice in choices:
         if _count_fitting(nodes, choice) >= workers:
             return choice

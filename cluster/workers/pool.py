@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.workers.driver import choose_token, exit_with_parent, join_ray
+from cluster.workers.driver import exit_with_parent, join_ray, set_token_variables
 from cluster.workers.launch import check_address, end_session, last_line, start_session
 from cluster.workers.outcomes import as_data, error_from, one_line
 from cluster.workers.target import change_folder
@@ -33,13 +33,13 @@ from pretrain.common.packages import expect
 
 logger = logging.getLogger(__name__)
 
-_MAX_RETRIES = 3  # of a job whose process died; Ray Data's default is unlimited
+_MAX_RETRIES = 3  # how often a job whose process died runs again; Ray Data's default is unlimited
 _LEAVE_SECONDS = 10.0  # how long the child may take to leave the cluster when all jobs are done
 
-# Variables of the driver, which owns the tasks and therefore controls their retries.
+# Environment variables of the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # retries when memory runs out; by default unlimited
 }
 # Not `-m cluster.workers.pool`: the tasks could not find functions of `__main__`.
 _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -216,7 +216,7 @@ def _set_outcome(future: Future[Any], tag: str, value: Any) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Join the cluster of the first message; run the lists of jobs that follow, until None or the parent's exit."""
+    """Join the cluster that the first message names; then run each list of jobs, until None or the parent's exit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     exit_with_parent(parent)
     os.set_inheritable(descriptor, False)
@@ -234,7 +234,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(request: PoolRequest, connection: Connection) -> None:
-    choose_token(request.address)  # Ray reads it while it is imported
+    set_token_variables(request.address)  # Ray reads it while it is imported
     join_ray(request.address, lambda error: connection.send(("error", as_data(error))))
     import ray.data
 
@@ -262,7 +262,7 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    # One block, that is, one job at a time, as soon as it is ready.
+    # Each batch is one block, which is one job, as soon as it is ready.
     batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     advice = "run the same command again; it resumes."
     try:
@@ -288,7 +288,7 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
 
 # ---------------------------------------------------------------- the tasks
 
-_initialized_with: tuple[bytes, str] | None = None  # the arguments of `_initialize` in this process
+_initialized_with: tuple[bytes, str] | None = None  # arguments of the latest `_initialize` in this process
 
 
 def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:

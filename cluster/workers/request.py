@@ -21,23 +21,23 @@ class Launch:
         run_dir: absolute path of the run folder.
         working_dir: folder in which workers resolve relative paths.
         ray_dir: private temporary folder, for a local Ray and for files of the driver.
-        outcome: file to which the driver writes how the launch finished.
+        outcome_path: file to which the driver writes how the launch finished.
         since: start time of the launch, in nanoseconds by the clock of the run folder's file system.
-        launcher: process id of the launcher, with which its driver exits.
-        runs: folder for the local files of stored runs, the same in all workers.
+        launcher_pid: process id of the launcher; when it exits, so does its driver.
+        stored_runs: folder for the local files of runs in an object store, the same in all workers.
     """
 
     id: str
     run_dir: Path
     working_dir: Path
     ray_dir: Path
-    outcome: Path
+    outcome_path: Path
     since: int
-    launcher: int
-    runs: Path = field(default_factory=runs_folder)
+    launcher_pid: int
+    stored_runs: Path = field(default_factory=runs_folder)
 
     def stop_flag(self) -> Flag:
-        """Return the flag that stops the launch. A pod's stop script or a user may also set it with `touch`."""
+        """Return the flag that stops the launch. A pod's stop script or a user may also set it, with `touch`."""
         return Flag(self.run_dir / STOP_FILE, self.id, self.since)
 
     def check_stop(self) -> None:
@@ -119,7 +119,7 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialsRequest(DriverRequest):
-    """Calls of the target, in this order. `parallel` and `cpus_per_trial` are 0 until the nodes are known."""
+    """Calls of the target, started in this order; `parallel` and `cpus_per_trial` are 0 until the nodes are known."""
 
     trials: tuple[TrialRequest, ...]
     parallel: int

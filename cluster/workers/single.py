@@ -19,7 +19,7 @@ _EXIT_SECONDS = 10.0  # how long the process may take to exit after it sent its 
 
 
 class SingleWorker:
-    """One worker process, started by `run`; as a context manager, it kills the process at the end."""
+    """One worker process, which `run` starts. On exit, the context manager kills it."""
 
     locations = (WorkerLocation(node="", address="127.0.0.1", port=0, gpus=()),)
 
@@ -57,10 +57,10 @@ class SingleWorker:
             self._process.join()
 
 
-def _work(attempt: Attempt, assignment: RankAssignment, outcome: Connection) -> None:
+def _work(attempt: Attempt, assignment: RankAssignment, sender: Connection) -> None:
     # Ray sets this variable for its workers, too; torch reads it while it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(attempt.request.cpus_per_worker))
     try:
-        outcome.send(run_worker(attempt, assignment))
+        sender.send(run_worker(attempt, assignment))
     except WorkerError as error:
-        outcome.send(error)
+        sender.send(error)

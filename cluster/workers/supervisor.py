@@ -37,9 +37,9 @@ def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: 
     """Run the workers until they finish, with as many restarts as needed.
 
     Each attempt has as many workers as fit on the cluster, from `min_workers` to `workers`; if too few fit, it waits
-    for nodes. A crash uses one of `max_failures` restarts, and a new checkpoint resets the count. A preemption or a
-    change of size uses none, but many preemptions without a new checkpoint end the run, too. Nodes on which workers
-    crashed twice are avoided if the other nodes suffice.
+    for nodes. A crash uses one of `max_failures` restarts, and a new checkpoint resets the count. A preemption or
+    resizing uses none, but many preemptions without a new checkpoint end the run, too. Nodes on which workers crashed
+    twice are avoided if the other nodes suffice.
 
     Args:
         request: request whose `cpus_per_worker` and `use_gpu` are known.
@@ -47,7 +47,7 @@ def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: 
         events: events for the first attempt to record.
 
     Raises:
-        RunError: the error of a worker, a stop, or a `MachineError` if restarts do not help.
+        RunError: the error of a worker, a `StoppedError`, or a `MachineError` if restarts do not help.
     """
     _Supervisor(request, keep_logs, events).run()
 
@@ -63,7 +63,7 @@ class _Supervisor:
         self._crashes = CrashHistory(request.max_failures)
         self._latest_step = _latest_step(self._run_dir)
         self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
-        self._busy_until: float | None = None  # end of the wait for free resources
+        self._busy_until: float | None = None  # end of the wait for free resources; None: used resources count, too
         self._reported: set[str] = set()  # ids of the bad nodes that an event has reported
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class _Supervisor:
 
     def _next_attempt(self, number: int) -> Attempt:
         """Wait until the cluster has capacity for an attempt, and return the attempt."""
-        avoid = self._avoidable_nodes()
+        avoid = self._nodes_to_avoid()
         for node in avoid.keys() - self._reported:
             message = (
                 f"node {avoid[node]}: workers crashed on it twice within a day, so no more are placed there. It is "
@@ -103,7 +103,7 @@ class _Supervisor:
         training = replace(training, resume=training.resume or number > 0, events=tuple(self._events))
         return Attempt(self._request, number, workers, training, frozenset(avoid))
 
-    def _avoidable_nodes(self) -> dict[str, str]:
+    def _nodes_to_avoid(self) -> dict[str, str]:
         """Return the bad nodes' addresses by id if the run fits on the other nodes; else {}."""
         bad = self._crashes.bad_nodes()
         with contextlib.suppress(Exception):  # the head may be unreachable for a while
@@ -132,7 +132,7 @@ class _Supervisor:
         return capacity.workers
 
     def _after_crash(self, crash: AttemptCrashed, attempt: Attempt, monitor: NodeMonitor) -> dict[str, Any]:
-        """Return the event that explains the restart, or raise an error if there is none."""
+        """Return the event that explains the restart; raise an error if there will be none."""
         hang = hang_event(self._run_dir, since=monitor.start_time)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
@@ -152,22 +152,22 @@ class _Supervisor:
         return new_event(kind, reason)
 
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
-        """Return the event that explains the restart, or raise an error. No reason means a lack of capacity."""
+        """Return the event that explains the restart, or raise an error. An empty reason means a lack of capacity."""
         request = self._request
         if reason:
             self._crashes.add_failed_start(self._usable)
         if reason and (lost := self._forgive()):
             reason = f"lost the node {', '.join(lost)} ({reason})"
-            final = self._crashes.lost_too_often
+            gives_up = self._crashes.lost_too_often
         else:
             # This size was chosen from all resources; at least one more attempt counts only free ones.
             is_first = self._busy_until is None
             self._busy_until = self._busy_until or time.monotonic() + wait_limit(request)
             is_late = not is_first and time.monotonic() > self._busy_until
             cannot_resize = not request.address and not request.min_workers
-            final = cannot_resize or is_late or self._crashes.exhausted
-        if final:
-            raise _not_started(request, attempt.workers, reason) from None
+            gives_up = cannot_resize or is_late or self._crashes.exhausted
+        if gives_up:
+            raise _not_started_error(request, attempt.workers, reason) from None
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
@@ -287,13 +287,13 @@ class AttemptCrashed(Exception):
         self.reason = reason
 
 
-def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
-    """Start the workers and wait until they finish; `started` is called with their locations, by rank."""
+def run_attempt(attempt: Attempt, on_start: Callable[[Sequence[WorkerLocation]], None]) -> None:
+    """Start the workers and wait until they finish; `on_start` is called with their locations, by rank."""
     start = attempt.number + 1
     since = time.monotonic()
     try:
         with _create_workers(attempt) as workers:
-            started(workers.locations)
+            on_start(workers.locations)
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - since)
             outcomes = workers.run(attempt)
     except WorkersFailedError as error:
@@ -346,7 +346,7 @@ def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
     return None
 
 
-def _not_started(request: LaunchRequest, workers: int, reason: str) -> MachineError:
+def _not_started_error(request: LaunchRequest, workers: int, reason: str) -> MachineError:
     if reason:
         return MachineError(
             f"{request.launch.run_dir / LOGS / RAY_LOG}: starting {counted(workers, 'worker')} failed: {reason}. "

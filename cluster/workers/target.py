@@ -25,7 +25,7 @@ from pretrain.common.worker import STOP_SIGNALS, TrainingRequest, Worker
 
 # Prefixes of network interfaces that do not connect nodes. By default NCCL uses the first one that is not loopback or
 # Docker's, but other container bridges may have the same address on all nodes. NCCL still chooses among the rest.
-_LOCAL_INTERFACES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
+_EXCLUDED_INTERFACES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class RankAssignment:
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str  # address of its node for the other workers
+    address: str  # address of this worker's node, for the other workers
     master: str  # address of rank 0's node
     port: int
-    visible_gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    visible_gpus: tuple[str, ...] = ()  # value of CUDA_VISIBLE_DEVICES, split
 
 
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    Stops and divergence end all workers, so they are returned, and each worker can finish its log. Any other error may
-    be this worker's alone, with the others in a collective, so it is raised (`WorkerError`), and Ray kills all workers.
+    All workers stop or diverge together; that error is returned, so that each worker can finish its log. Other errors
+    may affect only this worker, while the others wait in a collective: they raise `WorkerError`, and Ray kills all.
     """
     request = attempt.request
     launch = request.launch
@@ -55,10 +55,10 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             redirect_output(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
             os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
             os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
-            os.environ[RUNS_VARIABLE] = str(launch.runs)
+            os.environ[RUNS_VARIABLE] = str(launch.stored_runs)
             bind_gloo(assignment.address)
             if assignment.world_size > assignment.local_world_size:
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOCAL_INTERFACES)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", _EXCLUDED_INTERFACES)
             worker = Worker(
                 rank=assignment.rank,
                 world_size=assignment.world_size,
@@ -96,7 +96,7 @@ def _with_gauges(attempt: Attempt, worker: Worker) -> TrainingRequest:
 
 @contextlib.contextmanager
 def crashes_as_data() -> Iterator[None]:
-    """Print the traceback of any exception but `WorkerError` and convert it to one; finally flush all output."""
+    """Print the traceback of any exception but `WorkerError`, and raise a `WorkerError` instead. Flush the output."""
     try:
         yield
     except WorkerError:

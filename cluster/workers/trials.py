@@ -51,9 +51,9 @@ def run_trials(
     finished: set[int] = set()
 
     def make_request(launch: Launch) -> TrialsRequest:
-        absolute = tuple(replace(trial, run_dir=trial.run_dir.absolute()) for trial in trials)
         settings = (launch, target, name, address, max_failures, None)
-        requests.append(TrialsRequest(*settings, trials=absolute, parallel=parallel, cpus_per_trial=cpus_per_trial))
+        absolute_trials = tuple(replace(trial, run_dir=trial.run_dir.absolute()) for trial in trials)
+        requests.append(TrialsRequest(*settings, absolute_trials, parallel=parallel, cpus_per_trial=cpus_per_trial))
         return requests[0]
 
     def read_outcomes() -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _WORKER_LOG = "worker-0.log"
 _TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # which copy the metrics
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # these loggers would copy the metrics
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the trials' logs have them
 }
@@ -55,7 +55,7 @@ def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]
     A `RunError` is returned as data, so that Tune repeats only crashes, which raise `WorkerError`.
     """
     trial = request.trials[config["index"]]
-    os.environ[RUNS_VARIABLE] = str(request.launch.runs)
+    os.environ[RUNS_VARIABLE] = str(request.launch.stored_runs)
     worker = Worker(threads=request.cpus_per_trial, flags=(request.launch.stop_flag(),))
     with crashes_as_data():
         try:
@@ -83,8 +83,8 @@ class _Outcomes(tune.Callback, tune.Stopper):
         self._trials = trials
 
     def stop_all(self) -> bool:
-        running = any(trial.status == Trial.RUNNING for trial in self._trials)
-        return not running and self._request.launch.stop_flag().is_set()
+        is_running = any(trial.status == Trial.RUNNING for trial in self._trials)
+        return not is_running and self._request.launch.stop_flag().is_set()
 
     def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         logger.warning("trial %d crashed: %s", trial.config["index"], _reason(trial))

@@ -58,7 +58,7 @@ def train(
         "finetune.training.train:main",
         check=check,
         is_finished=lambda config: runs.is_finished(config, resume=True),
-        changed=changed_for_resume,
+        find_changed=changed_for_resume,
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )

@@ -191,7 +191,7 @@ class Finetuning:
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
         return {"steps": skipped.get("steps", 0) + failed - step}
 
-    def largest(self) -> LabeledStep:
+    def largest_step(self) -> LabeledStep:
         return self._batches.largest().to(self._device)
 
     def loss_weights(self, step: LabeledStep) -> tuple[float, ...]:

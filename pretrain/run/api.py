@@ -23,14 +23,14 @@ from pretrain.run.results import Run, SavedOutput
 
 
 def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> SavedOutput:
-    """Tokenize raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
+    """Turn raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
 
     Args:
         config: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths start at the
             working directory.
         overrides: settings by dotted key, such as {"corpus.processes": 2}; or strings `key.path=value`.
-        start_from: checkpoint whose tokenizer is used: folder or address of a released model, an export or a run, the
-            name of a run in runs/, or a result of `train` or `export`; it replaces the config's `start_from`.
+        start_from: checkpoint whose tokenizer is used: folder or address (object store URL) of a released model, an
+            export or a run, the name of a run in runs/, or a result of `train` or `export`; overrides the config's.
 
     Raises a `RunError`: `InputError` for errors in the config or the sources, `MachineError` for a full disk or a
     killed process, `StoppedError` after Ctrl-C.
@@ -90,7 +90,7 @@ def train(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
-        changed=changed_for_resume,
+        find_changed=changed_for_resume,
         metrics=make_objective(resolved).metrics,
         background=background,
         callbacks=tuple(callbacks),
@@ -149,9 +149,9 @@ def read_config(
     resume: bool = False,
     dry_run: bool = False,
 ) -> PretrainConfig:
-    """Read the config, with the model and vocabulary that a checkpoint determines.
+    """Read the config, completed with the model and vocabulary of the checkpoint `start_from`, if any.
 
-    With `resume`, the files of a run stored at an address are fetched first, except for a `dry_run`.
+    With `resume`, the files of a run in an object store are fetched first, except for a `dry_run`.
     """
     settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
     values = unvalidated_values(config, PretrainConfig, settings)
@@ -165,7 +165,7 @@ def read_config(
 
 
 def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
-    """Return `prepare.prepare`'s options from `start_from`: the checkpoint's tokenizer and its declared settings."""
+    """Return the options of `prepare.prepare` that `start_from` determines: tokenizer and the settings it declares."""
     if not config.start_from:
         return {}
     from pretrain.checkpoint.start import start_tokenizer

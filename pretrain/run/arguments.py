@@ -1,4 +1,4 @@
-"""Command-line arguments for the runs to read and the targets to write: paths or addresses."""
+"""Command-line arguments that name a run to read or a target to write: paths, or addresses (object store URLs)."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from pretrain.common.commands import location_help, run_argument
 
 
 def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
-    """Add the positional `name`, a folder or address of `content`."""
+    """Add the positional argument `name`, a folder or address; `content` says in the help what is there."""
     parser.add_argument(name, type=run_path, metavar=name.upper(), help=location_help(content))
 
 
@@ -25,7 +25,7 @@ def run_path(run: Any) -> Path:
 
 
 def store_target(target: Path | str) -> None:
-    """Upload the local folder of `target`, a `target_path`, if that is an address."""
+    """If `target` (a result of `target_path`) is an address, upload its local folder there."""
     from pretrain.storage.folders import store
 
     if is_remote(target):

@@ -64,7 +64,7 @@ def check_options(entries: Sequence[Any]) -> None:
 def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
     """Return the objects or, if `pickled`, strings from which another process restores them.
 
-    Classes may be defined in a notebook. Raises `InputError` if an object is not a callback, or cannot be pickled.
+    Their classes may be defined in a notebook. Raises `InputError` for an object that cannot be called or pickled.
     """
     for index, callback in enumerate(objects):
         KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
@@ -127,7 +127,7 @@ class Callbacks:
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
         targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
         self._callbacks = [
-            (name, stops, _as_function(name, target, options))
+            (name, stops, _to_function(name, target, options))
             for name, stops, target, options in targets
             if rank == 0 or getattr(target, "every_rank", False)
         ]
@@ -157,7 +157,7 @@ class Callbacks:
             self.call(hook, records.pop(0))
 
 
-def _as_function(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
+def _to_function(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
     """Return the callable `(hook, record)` of a function, class or instance."""
     try:
         instance = target(**options) if isinstance(target, type) else target

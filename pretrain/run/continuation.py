@@ -66,31 +66,31 @@ class Corpora:
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each corpus, by the setting that names it."""
         replayed = None if self.training is self.domain else self.training
-        parts = {
+        shards_by_setting = {
             "corpus.dir": self.domain,
             "adaptation.replay_share": replayed,
             "adaptation.replay_corpus": self.general_held_out,
         }
-        return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
+        return {name: shards.fingerprint for name, shards in shards_by_setting.items() if shards is not None}
 
 
 class Continuation:
-    """Initial weights and learning rates from the checkpoint in `start_from`, and its record in the run's checkpoints.
+    """Initial weights and learning rates from the checkpoint `start_from`, which the run's own checkpoints then name.
 
     Args:
         config: config of the run.
         corpora: corpora of the run.
-        state: the model's parameters as a new run initializes them, by name.
+        parameters: the model's parameters as a new run initializes them, by name.
 
     Attributes:
         lr_scales: learning-rate factor of each parameter, for `scaled_groups`.
         identity: fingerprints of the run's data and initial checkpoint, stored in each of its checkpoints.
     """
 
-    def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: PretrainConfig, corpora: Corpora, parameters: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
-        self._state = dict(state) if config.start_from else {}
-        self.lr_scales = lr_scales(state, config.adaptation, config.model.layers)
+        self._initialized = dict(parameters) if config.start_from else {}
+        self.lr_scales = lr_scales(parameters, config.adaptation, config.model.layers)
         self._old_rows_scale = self.lr_scales[_WORD_EMBEDDINGS]
         # The word embeddings have old and added rows, so one param group's learning rate cannot suit them all.
         if config.corpus.vocabulary.added_words:
@@ -102,14 +102,14 @@ class Continuation:
         }
 
     def initialize(self, engine: Engine) -> None:
-        """Load the initial checkpoint into `engine`, with initialized missing weights; every rank reads the files."""
+        """Load the initial checkpoint into `engine`; weights that it lacks are initialized. All ranks read it."""
         if not self._config.start_from:
             return
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._initialized.items()}
         start = read_start(self._config, shapes, self._corpora.domain)
         check_same_data({"start_from": start.fingerprint})
-        engine.load(InitialWeights({**self._state, **start.state}))
-        self._state = {}
+        engine.load(InitialWeights({**self._initialized, **start.state}))
+        self._initialized = {}
         self.identity["start"] = {
             "folder": self._config.start_from,
             "fingerprint": start.fingerprint,
@@ -132,12 +132,13 @@ class Continuation:
 
     def resume(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Restore `identity` and the rates from a checkpoint's `state`. `start_from` is not read again."""
-        self._state = {}
+        self._initialized = {}
         if "start" in state:
             self.identity["start"] = state["start"]
             self._scale_old_rows(engine)
 
     def _scale_old_rows(self, engine: Engine) -> None:
+        """Scale the updates of the word embeddings that the initial checkpoint had."""
         rows, hidden_size = engine.shapes[_WORD_EMBEDDINGS]
         if self._old_rows_scale != self.lr_scales[_WORD_EMBEDDINGS]:
             old_rows = min(rows, int(self.identity["start"]["old_entries"]))

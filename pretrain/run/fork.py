@@ -30,7 +30,7 @@ from pretrain.tracking.mirror import new_id
 def start_fork(config: PretrainConfig) -> bool:
     """Copy the checkpoint of `fork_from` into the run's folder, unless the folder already has checkpoints.
 
-    The records of earlier steps are copied, too. Within one file system, the checkpoint is hard-linked, not copied.
+    The records of earlier steps are copied, too. On the same file system, the checkpoint is hard-linked, not copied.
     Returns whether the run starts from this checkpoint.
 
     Raises:
@@ -44,8 +44,8 @@ def start_fork(config: PretrainConfig) -> bool:
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
-            is_same = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same and names == [_checkpoint_name(step)]  # a fork that has not taken a step yet
+            is_same_fork = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
+            return is_same_fork and names == [_checkpoint_name(step)]  # a fork that has not taken a step yet
         _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -57,7 +57,7 @@ def start_fork(config: PretrainConfig) -> bool:
 
 @contextlib.contextmanager
 def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
-    """Wrap the training of a fork: remove its checkpoint and records if it is refused before its first step."""
+    """Wrap the training of a fork; if it is refused before its first step, remove the copied checkpoint and records."""
     try:
         yield
     except InputError:
@@ -71,7 +71,7 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
 
 
 def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
-    """Return (step, path of the checkpoint) of `fork_from`, not fetched; `InputError` if it is missing or the last."""
+    """Return (step, path) of the checkpoint `fork_from`, not fetched yet; `InputError` if the fork is impossible."""
     from pretrain.storage.runs import StoredRun
 
     run, step = _parse_fork_from(config)
@@ -124,7 +124,7 @@ def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
 
 
 def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> None:
-    """Copy records and write fork.json to the run folder, then copy the checkpoint."""
+    """Copy the records and write fork.json into the run folder, then copy the checkpoint."""
     parent, folder = checkpoint.parents[1], config.folder
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     parent_fork, parent_config = read_fork(parent), state["config"]
@@ -133,7 +133,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # of the W&B run; a repeated first start gets the same id
+        "id": new_id(config),  # id of the W&B run; a repeated first start gets the same
         "run": _run_location(_parse_fork_from(config)[0], parent),
         "name": parent_config["name"],
         "step": step,

@@ -36,8 +36,8 @@ class RunKind(Generic[R]):
     # steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
-    changed: Callable[[R, R, int], list[str]]  # names changed settings, as in `preflight.checked_run_folder`
-    metrics: Mapping[str, Metric]  # the fields of its records, for the progress line
+    find_changed: Callable[[R, R, int], list[str]]  # returns changed settings; see `preflight.checked_run_folder`
+    metrics: Mapping[str, Metric]  # fields of the training records, for the progress line
     # Returns a context manager around the training; on exit it may wait, if the training has finished.
     background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
@@ -66,7 +66,7 @@ def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool
         if steps is not None:
             _expect_packages(config, in_ray=not in_process and _uses_ray(config.scheduling, ray))
         with (
-            preflight.checked_run_folder(config, old_config, kind.changed, resume=resume) as config,
+            preflight.checked_run_folder(config, old_config, kind.find_changed, resume=resume) as config,
             storing(config.address, config.folder, resume=resume),
         ):
             if steps is None or kind.is_finished(config):
@@ -154,7 +154,7 @@ def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
 
 @contextlib.contextmanager
 def _recording_end(folder: Path) -> Iterator[None]:
-    """Record in the run `folder` why the training inside the block stopped early."""
+    """If the training in the block stops early, record the reason in the run `folder`."""
     try:
         yield
     except (Interrupted, StoppedError, DivergedError) as cause:
@@ -185,7 +185,7 @@ def _latest_checkpoint(folder: Path) -> str:
 
 
 def _exit_stopped(folder: Path) -> NoReturn:
-    """Exit this process after a stop request that a blocking library ignores; there is nothing to save."""
+    """Exit this process on a stop request while a library blocks the main thread; there is nothing to save."""
     error = _stopped_error(folder)
     print_error(error)
     os._exit(error.exit_code)

@@ -36,11 +36,11 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # limit of an evaluation, of a save without retries and of a rollback
+LONG_SECONDS = 1800.0  # time limit of an evaluation, of a save without retries and of a rollback
 STOP_SECONDS = 5.0  # how long a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # consecutive steps with a loss or gradient that is not finite, before the run rolls back
-_MAX_ROLLBACKS = 3  # without a new checkpoint past the failed step; then the run stops as diverged
+_MAX_ROLLBACKS = 3  # number of rollbacks without a checkpoint past the failed step, before the run stops as diverged
 
 
 def fit(
@@ -111,7 +111,7 @@ class Fit(Generic[S]):
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.interrupts = interrupts or Interrupts(lambda: False)
-        self.saved_step, self.launched = progress.step, False  # `launched`: whether any step was launched
+        self.saved_step, self.any_launched = progress.step, False
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -124,11 +124,11 @@ class Fit(Generic[S]):
         )
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
-        self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
+        self.forward_backward = ForwardBackward(engine, task, self.stragglers.timed_forward)
         self.skip_counter = SkipCounter()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
-        self.validation: dict[str, Any] = {}  # the last evaluation, in the form that `rank` reads
+        self.validation: dict[str, Any] = {}  # the last evaluation, as `pretrain.storage.runs.rank` expects it
         self.save_due = False  # whether a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
 
@@ -193,12 +193,12 @@ class Fit(Generic[S]):
 
         Several ranks must first agree on the stop, unless there is nothing to save.
         """
-        decides_alone = self.engine.world_size == 1 or not self.launched
-        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # to save
+        decides_alone = self.engine.world_size == 1 or not self.any_launched
+        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # before it can save
         return self.interrupts.after(STOP_SECONDS if decides_alone and not needs_good_step else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's remaining steps. The wait for one is not a hang: a new phase opens its data first."""
+        """Yield the task's remaining steps. Waiting for one is not a hang: a new phase first opens its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         validation_set = None
         while True:
@@ -207,9 +207,9 @@ class Fit(Generic[S]):
                 step = next(steps, None)
             if step is None:
                 return
-            previous, validation_set = validation_set, self.task.validation_set()
+            previous_set, validation_set = validation_set, self.task.validation_set()
             # The first batch of a phase opens the data, as does the first one after a start or a rollback.
-            if validation_set == previous:
+            if validation_set == previous_set:
                 self.stragglers.add_wait(time.perf_counter() - started)
             yield step
 
@@ -218,7 +218,7 @@ class Fit(Generic[S]):
 
         On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host. A
         failure is noticed then, and the rollback drops the launched step. If something is due after a step, or a stop
-        was requested, its outcome is read immediately, so that progress and weights are of the same step.
+        was requested, the outcome is read immediately, so that progress and weights are of the same step.
         """
         stop, save, unread = False, False, None
         try:
@@ -227,9 +227,9 @@ class Fit(Generic[S]):
                     requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
                 launched = self.launch_step(index, step, requested)
                 if unread is not None:
-                    earlier = self.read_step(unread)
-                    stop, save = stop or earlier.stop, earlier.save
-                    yield StepOutcome(stop=False, failure=earlier.failure)
+                    previous = self.read_step(unread)
+                    stop, save = stop or previous.stop, previous.save
+                    yield StepOutcome(stop=False, failure=previous.failure)
                 unread = launched
                 due = self.save_due or save or any(self.plan.due(index + 1)) or self.plan.averaged_steps(index) > 0
                 if stop or due or not reads_late(self.engine):
@@ -255,23 +255,15 @@ class Fit(Generic[S]):
         assert totals is not None
         rate = self.plan.learning_rate(index)
         stalled = task.stalled_seconds()
-        rank_values = torch.tensor(
-            [
-                float(stop_requested),
-                float(self.save_is_due()),
-                float(self.saver.failed),
-                flops,
-                stalled - self.stalled_before,
-            ],
-            dtype=torch.float64,
-        )
-        self.stragglers.waited += stalled - self.stalled_before
-        self.stalled_before = stalled
-        # Summed before the step is launched, since this would queue behind the step's gathers.
+        waited, self.stalled_before = stalled - self.stalled_before, stalled
+        flags = stop_requested, self.save_is_due(), self.saver.failed
+        rank_values = torch.tensor([*flags, flops, waited], dtype=torch.float64)
+        self.stragglers.waited += waited
+        # Summed before the step is launched: later the sum would queue behind the step's gathers.
         sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(index))
         numbers = torch.cat([sums, result.norm.to(sums).view(1)])
-        self.launched = True
+        self.any_launched = True
         return LaunchedStep(index, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:

@@ -38,7 +38,7 @@ def check_corpus(config: PretrainConfig) -> None:
 
     folder = fetch_corpus(config.corpus)
     shards = open_corpus(config.corpus, "train", tokens=False)
-    size = shards.vocabulary_size
+    entries = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
     prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
     if missing := [name for name in weights if name not in prepared]:
@@ -61,11 +61,11 @@ def check_corpus(config: PretrainConfig) -> None:
     vocabulary = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the vocabulary that was used."
     # A small corpus yields fewer entries than the config allows, never more.
-    if not vocabulary.path and size > vocabulary.size:
-        raise InputError(f"{folder}: has {size} vocabulary entries; the config has {vocabulary.size}. {advice}")
-    if 0 < config.model.vocabulary_rows < size:
+    if not vocabulary.path and entries > vocabulary.size:
+        raise InputError(f"{folder}: has {entries} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    if 0 < config.model.vocabulary_rows < entries:
         raise InputError(
-            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {size} "
+            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {entries} "
             "entries. Set at least as many, or 0."
         )
     if vocabulary.path and Path(vocabulary.path).expanduser().exists():
@@ -97,7 +97,7 @@ def config_of_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Pa
 
 @contextlib.contextmanager
 def checked_run_folder(
-    config: R, old_config: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool
+    config: R, old_config: R | None, find_changed: Callable[[R, R, int], list[str]], *, resume: bool
 ) -> Iterator[R]:
     """Lock the run folder, and check W&B's names and the folder's checkpoints, which must match this config.
 
@@ -105,7 +105,7 @@ def checked_run_folder(
         config: the run.
         old_config: the `recorded_config` of a run that resumes; None for a new run.
         resume: continue from the latest checkpoint, if there is one.
-        changed: (old config, new config, steps done) -> changed settings that a resumed run must not change.
+        find_changed: (old config, new config, steps done) -> the changed settings that a resumed run must not change.
 
     Yields the config; for a resume, with the precision that an earlier start resolved.
 
@@ -127,13 +127,13 @@ def checked_run_folder(
         if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
             raise InputError(f"{path}: no run wrote it, and it would be overwritten. Choose another name or run_dir.")
         if old_config is not None and checkpoints:
-            check_unchanged(path, old_config, config, int(checkpoints[-1].removeprefix("step-")), changed)
+            check_unchanged(path, old_config, config, int(checkpoints[-1].removeprefix("step-")), find_changed)
         yield config if old_config is None else keep_precision(config, old_config)
 
 
-def check_unchanged(path: Path, old: R, config: R, steps: int, changed: Callable[[R, R, int], list[str]]) -> None:
-    """Raise `InputError` if a run that resumes after `steps` steps changes settings of its `old` config from `path`."""
-    if differing := changed(old, config, steps):
+def check_unchanged(path: Path, old: R, config: R, steps: int, find_changed: Callable[[R, R, int], list[str]]) -> None:
+    """Raise `InputError` if `config` changes settings of the `old` one (from `path`) that a resume must keep."""
+    if differing := find_changed(old, config, steps):
         raise InputError(
             f"{path}: the run was started with other settings: {', '.join(differing)}. "
             "Resume with the old values, or choose another name or run_dir to start a new run."

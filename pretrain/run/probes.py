@@ -35,7 +35,7 @@ _CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHE
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise `InputError` if the data of a probe does not exist, or the command is not installed."""
+    """Raise `InputError` if the data to score on does not exist, or the command is not installed."""
     settings = config.evaluation.probes
     if missing := [path for path in settings.texts if not (path and _absolute(path).exists())]:
         raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Use held-out text.")
@@ -62,10 +62,10 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     with append_open(folder / LOGS / "probes.log") as log:
         command = [*_command(config), "--pid", str(os.getpid())]
         inherited = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
-        variables = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
+        environ = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
         # In a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     with contextlib.suppress(OSError):  # it has exited already, or the system does not allow this
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
@@ -112,10 +112,10 @@ def _absolute(path: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log: str) -> None:
+def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log_path: str) -> None:
     """Print a warning if the process fails."""
     if child.wait() and not stopping.is_set():
-        problem = f"no more checkpoints are scored; the process exited with code {child.returncode} (see {log})"
+        problem = f"no more checkpoints are scored; the process exited with code {child.returncode} (see {log_path})"
         print(f"warning: evaluation.probes: {problem}. The run continues.", file=sys.stderr)
 
 

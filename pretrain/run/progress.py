@@ -25,7 +25,7 @@ class Window:
     counts: list[float] = field(default_factory=list)
     tokens: float = 0.0
     flops: float = 0.0
-    seconds: float = 0.0  # of training, up to the last save
+    seconds: float = 0.0  # seconds of training, up to the last save
     stalled: float = 0.0  # seconds of waiting for batches, averaged over ranks
 
     def add(self, totals: list[float], counts: list[float]) -> None:
@@ -38,20 +38,20 @@ class Stopwatch:
     """Measures the seconds of training; evaluation and checkpoints are counted separately."""
 
     def __init__(self) -> None:
-        self._started, self._excluded_lap = time.perf_counter(), 0.0
+        self._started, self._excluded_in_lap = time.perf_counter(), 0.0
         self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds since the last record
 
     def lap(self) -> float:
         """Return the seconds of training since the last lap."""
         now = time.perf_counter()
-        seconds = now - self._started - self._excluded_lap
-        self._started, self._excluded_lap = now, 0.0
+        seconds = now - self._started - self._excluded_in_lap
+        self._started, self._excluded_in_lap = now, 0.0
         return seconds
 
     def exclude(self, activity: str, seconds: float) -> None:
         """Count these seconds as `activity`, not as training."""
         self.excluded[activity] += seconds
-        self._excluded_lap += seconds
+        self._excluded_in_lap += seconds
 
 
 @dataclass
@@ -63,13 +63,13 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
     bad_in_a_row: int = 0  # consecutive steps without a finite loss and gradient
-    seconds: float = 0.0  # of training, over all starts, up to the last record
+    seconds: float = 0.0  # seconds of training, over all starts, up to the last record
     part: str = ""  # name of the phase's validation set; losses on different sets are not comparable
     best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` on this validation set
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
-    rollbacks: int = 0  # since the last checkpoint past `failed_step`
+    rollbacks: int = 0  # number of rollbacks since the last checkpoint past `failed_step`
     failed_step: int = 0  # the step that caused the last rollback
     skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
     window: Window = field(default_factory=Window)  # sums since the last record
@@ -89,11 +89,7 @@ class Progress:
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of state.json: the progress, the engine's state that `restore` needs, and `extra_state`."""
-    return {
-        **dataclasses.asdict(progress),
-        **engine.state(),
-        **extra_state,
-    }
+    return {**dataclasses.asdict(progress), **engine.state(), **extra_state}
 
 
 def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
@@ -110,17 +106,17 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
 
 
 def check_settings(
-    state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R, int], list[str]]
+    state: dict[str, Any], checkpoint: Path, config: R, find_changed: Callable[[R, R, int], list[str]]
 ) -> None:
     """Raise `InputError` if `config` differs from the config with which the checkpoint of this state was written.
 
-    The run folder's config.yaml is compared before the start, but it may be missing.
+    The run folder's config.yaml was compared before the start, but it may be missing.
 
     Args:
-        changed: as in `preflight.checked_run_folder`.
+        find_changed: as for `preflight.checked_run_folder`.
     """
     old_config = preflight.config_of_checkpoint(type(config), state, checkpoint)
-    preflight.check_unchanged(checkpoint, old_config, config, state["step"], changed)
+    preflight.check_unchanged(checkpoint, old_config, config, state["step"], find_changed)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
 
 
 def _close_tracker(tracker: Tracker, end_error: RunError | None) -> None:
-    """Close the tracker; only log its errors if the run failed with `end_error`, which sets the exit code."""
+    """Close the tracker; if the run failed with `end_error` (it sets the exit code), log the tracker's errors only."""
     try:
         tracker.close()
     except (RunError, OSError) as error:
@@ -140,21 +140,21 @@ def _prepare_steps(
     progress: Progress,
     checkpoints: Path,
     extra_state: dict[str, Any],
-    resumed: Path | None,
+    resumed_from: Path | None,
 ) -> TrainingPlan:
     """Take the warm-up step if the plan has one, and measure the matmul peak; returns the plan with the peak."""
     config = training.plan.config
 
-    def start_phase(phase: str) -> None:
+    def show_stage(stage: str) -> None:
         if engine.rank == 0:
-            live.write_startup_stage(config.folder, phase)
+            live.write_startup_stage(config.folder, stage)
 
     if training.plan.warmup_step:
-        start_phase(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
-        warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed)
-    elif resumed is not None:
-        restore(engine, resumed)
-    start_phase(live.MEASURE)
+        show_stage(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
+        warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed_from)
+    elif resumed_from is not None:
+        restore(engine, resumed_from)
+    show_stage(live.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:
         live.end_startup(config.folder)
@@ -174,7 +174,7 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of fork.json if this start continues the parent's checkpoint with `state`; else {}."""
+    """Return the content of fork.json if `state` is from the parent's checkpoint, as at a fork's start; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 

@@ -31,7 +31,9 @@ from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # open files of a worker besides the counted ones: libraries, shards, logs, connections
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # time limit for all workers to connect
-_TIMEOUT = timedelta(hours=1)  # time limit of a collective: ranks may wait half an hour for one that compiles
+_COLLECTIVE_TIMEOUT = timedelta(
+    hours=1
+)  # time limit of a collective: ranks may wait half an hour for one that compiles
 # The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Settings with paths, which may differ between machines; `check_same_data` compares the files' contents.
@@ -131,7 +133,7 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 def collective_timeout(config: RunConfig) -> timedelta:
     """Return the time limit of collectives: above the watchdog's, since only the watchdog reports the cause."""
-    return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
+    return max(_COLLECTIVE_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
 def select_gpu(worker: Worker) -> None:
@@ -167,7 +169,7 @@ def _use_expandable_segments() -> None:
     """Let the segments of device memory grow, unless the user has configured the allocator.
 
     Batches of changing shapes leave gaps in segments of fixed sizes, which are counted as used. Call this before the
-    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    first allocation. Setting the environment variable would be too late: torch reads it while it is loaded
     (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
@@ -200,8 +202,8 @@ def check_device(config: RunConfig, device: torch.device) -> None:
 
 def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     # Under torchrun only the first process has read the precision that an earlier start resolved.
-    earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
-    resolved = gather_objects(earlier.engine.precision)[0]
+    earlier_config = preflight.with_resolved_precision(config) if worker.rank == 0 else config
+    resolved = gather_objects(earlier_config.engine.precision)[0]
     if resolved != "auto":
         return with_precision(config, resolved)
     choice = precision.choose_precision(gather_objects(precision.capabilities(device)))
@@ -219,7 +221,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
         fingerprints: setting -> fingerprint of the data at its path.
     """
     pairs = changes(broadcast_object(dict(fingerprints)), dict(fingerprints))
-    differing = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
+    differing = [f"{name} ({(rank0 or 'none')[:12]} -> {(own or 'none')[:12]})" for name, (rank0, own) in pairs.items()]
     _raise_if_any_differs(differing, "Give every machine the same files.")
 
 
@@ -232,9 +234,9 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
     settings = config.model_dump()
     # `check_same_data` would not compare data that only one rank reads, and the ranks' collectives would not match.
     missing = [
-        f"{name} ({old or 'none'} -> {new or 'none'})"
-        for name, (old, new) in changes(rank0_settings, settings).items()
-        if name in _PATHS and not (old and new)
+        f"{name} ({rank0 or 'none'} -> {own or 'none'})"
+        for name, (rank0, own) in changes(rank0_settings, settings).items()
+        if name in _PATHS and not (rank0 and own)
     ]
     _raise_if_any_differs(
         [
@@ -284,24 +286,24 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
             that differs from rank 0's.
     """
 
-    def find(verify_content: bool) -> str | None:
+    def find_latest(verify_content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
         latest = store.latest(checkpoints, set_aside=True, content=verify_content)
         return latest and latest.name
 
-    def damage(checkpoint: Path) -> str | None:
+    def find_damage(checkpoint: Path) -> str | None:
         try:
             store.verify_rank_files(checkpoint, group.rank, group.world_size)
         except InputError as error:
             return str(error)
         return None
 
-    name = store.agree(group, lambda: find(False) if group.rank == 0 else None)
+    name = store.agree(group, lambda: find_latest(False) if group.rank == 0 else None)
     if name is None:
         return None
-    error = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
+    error = store.agree(group, lambda: find_damage(checkpoints / name), lambda found: next(filter(None, found), None))
     if error is not None:
-        intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
+        intact = store.agree(group, lambda: find_latest(True) if group.rank == 0 else None)
         if intact == name:
             raise MachineError(f"{error} Another machine reads the file correctly: check the storage.")
         name = intact

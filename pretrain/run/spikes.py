@@ -34,7 +34,7 @@ class SkipCounter:
         self._skips, self._scale = 0, 0.0  # number of steps skipped in a row; their loss scale
 
     def record_skip(self, scale: float) -> bool:
-        """Record a step that was skipped at this scale; return whether the scale will not be lowered further."""
+        """Record a step that was skipped at this scale; return whether the scaler has stopped lowering the scale."""
         self._skips = self._skips + 1 if scale == self._scale else 1
         self._scale = scale
         return scale <= 1 or self._skips > _MAX_SKIPS_AT_ONE_SCALE

@@ -30,7 +30,7 @@ STALL_SECONDS = 5.0  # a wait for one batch of at least this length is an event
 
 
 class RankTimes:
-    """Seconds of this rank since the last record, gathered from all ranks for each record.
+    """Times of this rank since the last record, in seconds, gathered from all ranks for each record.
 
     A rank whose forward passes take `_SLOW_FACTOR` times the median of the others is a straggler.
     """
@@ -38,14 +38,14 @@ class RankTimes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seconds, self._passes = 0.0, 0
-        self._events: list[tuple[Any, Any]] = []  # on GPUs: start and end of each forward pass
+        self._events: list[tuple[Any, Any]] = []  # CUDA events at the start and end of each forward pass
         self._slow: dict[int, _SlowRank] = {}
         self.waited = 0.0  # seconds of waiting for batches
         self._longest_wait = 0.0  # seconds of the longest wait for one batch
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Time one forward pass of this rank."""
+    def timed_forward(self) -> Iterator[None]:
+        """Time one forward pass of this rank, which is the block."""
         self._passes += 1
         if self._engine.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

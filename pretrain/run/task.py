@@ -16,9 +16,9 @@ class Step(Protocol):
     @property
     def micro_batches(self) -> tuple[Any, ...]: ...
     @property
-    def sequences(self) -> int: ...  # of all ranks
+    def sequences(self) -> int: ...  # number of sequences of all ranks
     @property
-    def tokens(self) -> int: ...  # of all ranks
+    def tokens(self) -> int: ...  # number of tokens of all ranks
     @property
     def epoch(self) -> int: ...
 
@@ -38,13 +38,13 @@ class TrainingTask(Protocol[S]):
         ...
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        """Return the `skipped` (JSON) with which `batches` restarts at `step`, with the data after the `failed` step.
+        """Return the `skipped` (JSON) with which `batches` restarts at `step`, but with the data after step `failed`.
 
-        The argument `skipped` is the value with which `batches` was last called.
+        The argument `skipped` is the value that was last passed to `batches`.
         """
         ...
 
-    def largest(self) -> S:
+    def largest_step(self) -> S:
         """Return a step of a single micro-batch of the largest possible size."""
         ...
 

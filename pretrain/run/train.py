@@ -95,12 +95,12 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             objective.check_resumed(state, checkpoint)
             continuation.resume(engine, state)
 
-        card = config.corpus.folder / "card.json"
+        card_path = config.corpus.folder / "card.json"
         training = Training(
             task,
             _make_plan(config),
             job_type="pretrain",
-            card={"corpus_card": json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}},
+            card={"corpus_card": json.loads(card_path.read_text(encoding="utf-8")) if card_path.is_file() else {}},
             identity=continuation.identity,
             check=check,
             finish=lambda tracker: _export_to_wandb(config, tracker),
@@ -115,13 +115,13 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
     gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    gpus, memory = zip(*gather_objects(gpu), strict=True)
+    gpu_names, memory_sizes = zip(*gather_objects(gpu), strict=True)
     enabled = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
         with contextlib.suppress(InputError):  # the loader reports problems of the text
             lengths = mean_lengths(config) or lengths
-        enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpus, min(memory))
+        enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpu_names, min(memory_sizes))
         logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
     return with_graphs(config, broadcast_object(enabled))
 
@@ -171,27 +171,27 @@ class Pretraining:
         self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
-        self._stalled_before = 0.0  # seconds of waiting for earlier loaders
+        self._stalled_before = 0.0  # seconds of waiting for batches of earlier loaders
         self._phase = 0  # index of the current phase
         self._steps = 0  # number of steps started so far
         self._history: AttentionHistory | None = None
-        if len(objective.shapes) == 1:  # with two, a model may use the other's embeddings
+        if len(objective.shapes) == 1:  # with two models, one may use the other's embeddings
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
         self._general_validation: dict[int, list[StepBatch]] = {}
-        self._grown = corpora.held_out.grown
+        self._growths = corpora.held_out.grown  # how many times `prepare` has added text
         self.mixtures: list[list[list[Any]]] = []  # `Sampler.identity` of each phase
         ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
-        for number, phase in enumerate(config.phases):  # raise errors of later phases now
-            maker = BatchMaker(self._shards, config, number, seed=config.seed, machines=machines, **ranks)
+        for index, phase in enumerate(config.phases):  # so that errors of later phases are raised now
+            maker = BatchMaker(self._shards, config, index, seed=config.seed, machines=machines, **ranks)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
                 self._exchange = Exchange(engine.workers.new_cpu_group(collective_timeout(config)))
-            self._validation[number] = validation_batches(corpora.held_out, config, number, **ranks)
+            self._validation[index] = validation_batches(corpora.held_out, config, index, **ranks)
             if corpora.general_held_out is not None:
-                self._general_validation[number] = validation_batches(corpora.general_held_out, config, number, **ranks)
+                self._general_validation[index] = validation_batches(corpora.general_held_out, config, index, **ranks)
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
@@ -199,19 +199,19 @@ class Pretraining:
         if self._history is not None and self._engine.rank == 0:
             self._history.rewind(start_step)
         rollback = Rollback(**skipped) if skipped else None
-        for number in range(first_phase, len(self._config.phases)):
-            self.open_loader(number, phase_step, rollback)
+        for index in range(first_phase, len(self._config.phases)):
+            self.open_loader(index, phase_step, rollback)
             assert self._loader is not None
-            for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
+            for _, step in zip(range(phase_step, self._config.phases[index].steps), self._loader, strict=False):
                 self._steps += 1
                 yield step.to(self._device)
             phase_step = 0
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        before = Rollback(**skipped) if skipped else None
-        return asdict(make_rollback(self._shards, self._config, step, failed, before))
+        previous = Rollback(**skipped) if skipped else None
+        return asdict(make_rollback(self._shards, self._config, step, failed, previous))
 
-    def largest(self) -> StepBatch:
+    def largest_step(self) -> StepBatch:
         lengths = largest_lengths(self._config, self._engine.world_size)
         batch = make_full_batch(self._config, lengths, self._shards.vocabulary_size)
         if self._config.engine.cuda_graphs is True:
@@ -241,13 +241,13 @@ class Pretraining:
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         means = self._means(engine, self._validation[self._phase])
-        general = self._means(engine, self._general_validation.get(self._phase, []))
+        general_means = self._means(engine, self._general_validation.get(self._phase, []))
         if self._history is not None:
             # Only rank 0 records; the other ranks contribute their parts of the weights.
             with self._engine.whole_parameters() as parameters:
                 if self._engine.rank == 0:
                     self._history.record(self._steps, parameters, self._config.model_in(self._phase))
-        return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
+        return {**means, **{f"general_{name}": value for name, value in general_means.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
         """Return the means over held-out batches, and the loss of each source if there are several; {} without any."""
@@ -257,10 +257,10 @@ class Pretraining:
         sums: list[Tensor] = []  # on the device, without waiting for it
         counts: list[Tensor] = []
         for source in sources:
-            of_source = [step for step in steps if step.text == source]
-            outputs = ((engine.forward(mb.to(self._device)), step) for step in of_source for mb in step.micro_batches)
+            its_steps = [step for step in steps if step.text == source]
+            outputs = ((engine.forward(mb.to(self._device)), step) for step in its_steps for mb in step.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / step.copies for output, step in outputs]).sum(0))
-            counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
+            counts.append(torch.stack([self.counts(step) / step.copies for step in its_steps]).sum(0))
         totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
         count = torch.stack(counts).sum(0).tolist()
@@ -276,7 +276,7 @@ class Pretraining:
         return means["loss"]
 
     def validation_set(self) -> str:
-        return f"phase {self._phase}" + (f", corpus grown {counted(self._grown, 'time')}" if self._grown else "")
+        return f"phase {self._phase}" + (f", corpus grown {counted(self._growths, 'time')}" if self._growths else "")
 
     def stalled_seconds(self) -> float:
         return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)

@@ -20,22 +20,22 @@ def warmup_step(
     progress: Progress,
     checkpoints: Path,
     extra_state: dict[str, Any],
-    resumed: Path | None,
+    resumed_from: Path | None,
 ) -> None:
     """Take a step with the largest micro-batch, then restore the checkpoint of `progress`.
 
-    The training state is then bitwise equal to that checkpoint: `resumed`, which need not have been restored before, or
-    for a new run the checkpoint of step 0, which is written here first.
+    The training state is then bitwise equal to that checkpoint. It is `resumed_from`, which need not be restored
+    before; in a new run, it is the checkpoint of step 0, which is written here first.
 
     Raises:
         MachineError: the largest micro-batch does not fit on the device.
     """
-    checkpoint = resumed
+    checkpoint = resumed_from
     if checkpoint is None:
         state = checkpoint_state(engine, progress, extra_state)
         checkpoint = writing.save(checkpoints, progress.step, engine.fragments(), state, engine.workers)
     engine.module.train()
-    step, forward_backward = task.largest(), ForwardBackward(engine, task)
+    step, forward_backward = task.largest_step(), ForwardBackward(engine, task)
     weights = task.loss_weights(step)
     try:
         # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.

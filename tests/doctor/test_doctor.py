@@ -23,7 +23,7 @@ from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show
 from finetune.cli import MEASUREMENT_MODULE
 from finetune.cli import main as cli
 from pretrain.common.errors import MachineError
-from pretrain.run import machine as measures
+from pretrain.run import machine as measurements
 
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -79,7 +79,7 @@ def test_rules_of_versions(changes: dict[str, str], expected: str) -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "local_row", lambda: Finding("all-reduce", "1 GB/s"))
+    monkeypatch.setattr(reduce, "local_bandwidth", lambda: Finding("all-reduce", "1 GB/s"))
     rows = {row.what: row for row in machine.check(MEASUREMENT_MODULE, tmp_path)}
     assert rows["torch"].found.startswith("2.")
     assert rows["cores"].found.startswith(f"{CORES}, ")
@@ -95,14 +95,14 @@ def test_a_node_that_holds_no_workers_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_all_reduce_between_processes_here() -> None:
-    row = reduce.local_row()
+    row = reduce.local_bandwidth()
     assert row.mark == PASS, row
     assert "GB/s" in row.found
 
 
 def test_all_reduce_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    row = reduce.local_row()
+    row = reduce.local_bandwidth()
     assert row.mark == FAIL
     assert "nowhere0" in row.found or "ifa" in row.found
 
@@ -120,7 +120,7 @@ def test_a_compiler_that_does_not_work_or_is_missing_is_detected(tmp_path: Path,
 
 def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    versions = machine.versions(measures)
+    versions = machine.versions(measurements)
     assert versions["Ray"].startswith("none: ")
     (row,) = [row for row in verdicts.judge_versions(versions) if row.mark != PASS]
     assert (row.what, row.mark) == ("Ray", WARN)
@@ -144,7 +144,7 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
 def here(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """A machine of made rows; the test may add to them."""
     rows = [Finding("fine", "yes"), Finding("tight", "somewhat", WARN, "Mind it.")]
-    monkeypatch.setattr(machine, "check", lambda measures, folder: rows)
+    monkeypatch.setattr(machine, "check", lambda measurements, folder: rows)
     return rows
 
 
@@ -165,7 +165,7 @@ def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[s
 
 def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
-    monkeypatch.setattr(machine, "check", lambda measures, folder: [verdicts.wandb_key()])
+    monkeypatch.setattr(machine, "check", lambda measurements, folder: [verdicts.judge_wandb_key()])
     assert cli(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "canary" not in printed
@@ -185,7 +185,7 @@ def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
         remote.parse_findings("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
-    assert remote.parse_findings(f'x\n{driver.PREFIX}[{{"what": "a", "found": "b"}}]\n', "d", job) == [
+    assert remote.parse_findings(f'x\n{driver.FINDINGS_PREFIX}[{{"what": "a", "found": "b"}}]\n', "d", job) == [
         Finding("a", "b")
     ]
 
@@ -194,7 +194,7 @@ def test_a_job_without_a_result_is_reported() -> None:
 def test_a_cluster_without_a_token_is_warned_of(is_open: bool, mark: str, monkeypatch: Any, tmp_path: Path) -> None:
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
-    jobs.return_value.log.return_value = f"{driver.PREFIX}[]\n"
+    jobs.return_value.log.return_value = f"{driver.FINDINGS_PREFIX}[]\n"
     monkeypatch.setattr(remote.client, "JobsClient", jobs)
     row = remote.check(MEASUREMENT_MODULE, "http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)

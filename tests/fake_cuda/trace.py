@@ -190,7 +190,7 @@ def fit_of(engine: Any) -> Any:
         validation_set=lambda: "",
     )
     fit.interruptible, fit.save_is_due = contextlib.nullcontext, lambda: False
-    fit.task, fit.forward_backward = task, ForwardBackward(engine, task, fit.stragglers.forward)
+    fit.task, fit.forward_backward = task, ForwardBackward(engine, task, fit.stragglers.timed_forward)
     return fit
 
 

@@ -134,8 +134,8 @@ def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
-    assert sum(2 / job_queue.pause(ahead) for ahead in range(1, 101)) < 25
-    assert job_queue.pause(1) < 3
+    assert sum(2 / job_queue.pause_seconds(ahead) for ahead in range(1, 101)) < 25
+    assert job_queue.pause_seconds(1) < 3
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -190,7 +190,7 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
     script = (
         "import sys, finetune.cli; from cluster.jobs import entrypoint, job_queue\n"
         f"job_queue.find_dashboard = lambda: {dashboard!r}\n"
-        "job_queue.pause = lambda _: 0.01\n"
+        "job_queue.pause_seconds = lambda _: 0.01\n"
         "job_queue.wait_in_queue('mine')\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"

@@ -385,7 +385,7 @@ def test_mistakes_are_reported_before_anything_is_sent(
 def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Whoever reaches the cluster names jobs."""
     job = ray_job("[/red]a\x1b[2J", metadata={"bertrain": "[bold]"})
-    monkeypatch.setattr(client, "JobsClient", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
+    monkeypatch.setattr(client, "JobsClient", lambda *_, **__: SimpleNamespace(jobs=lambda: [job], queued=lambda _: {}))
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown

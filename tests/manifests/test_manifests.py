@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from cluster.manifests.command import KINDS
 from cluster.manifests.render import KIND_SETTINGS, fill
 from cluster.manifests.render import render as render_manifest
-from cluster.manifests.run import COMMAND, RUN_COMMANDS
+from cluster.manifests.run import COMMAND_PATTERN, RUN_COMMANDS
 from cluster.manifests.settings import ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_COMMAND
@@ -341,8 +341,8 @@ def test_pods_are_contained(config: Path) -> None:
 def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
     module, *_ = command.split()
-    assert re.search(COMMAND, f"python -m {command}")
-    assert not re.search(COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    assert re.search(COMMAND_PATTERN, f"python -m {command}")
+    assert not re.search(COMMAND_PATTERN, f"python -m {command.replace('.', '-')[1:]}")
     path = (ROOT / module.replace(".", "/")).with_suffix(".py")
     assert 'if __name__ == "__main__":' in path.read_text()
 
@@ -872,7 +872,7 @@ def values_with(value: str, canary: object, place: ManifestSettings) -> dict[str
     config = f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n"
     numbers = {"nodes": 2, "min_nodes": 1, "workers_per_node": 8, "gpus_per_node": 8, "cpus_per_node": 16}
     texts = {"name": "my-run", "folder": value, "run_dir": value, "command": "pretrain", "ray_version": "2"}
-    processes = {"command_processes": COMMAND, "run_processes": COMMAND}
+    processes = {"command_processes": COMMAND_PATTERN, "run_processes": COMMAND_PATTERN}
     return {**numbers, **texts, **processes, "config": config, "place": {**place.model_dump(), "prepare": True}}
 
 

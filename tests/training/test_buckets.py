@@ -252,7 +252,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         engine=engine,
         task=task,
         plan=SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: None),
-        stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
+        stragglers=SimpleNamespace(timed_forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,
         interruptible=contextlib.nullcontext,

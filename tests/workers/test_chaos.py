@@ -270,7 +270,7 @@ def drain(on: Cluster, node: int) -> None:
     script = (
         "import sys, time\n"
         "from cluster.workers import local\n"
-        "local.use_token(local.find())\n"
+        "local.use_token(local.find_cluster())\n"
         "import ray\n"
         "from ray._raylet import GcsClient\n"
         "from ray.core.generated import autoscaler_pb2\n"

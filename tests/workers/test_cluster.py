@@ -270,7 +270,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     launcher = subprocess.Popen(["true"])
     launcher.wait()
     request = request_of(tmp_path)
-    launch = replace(request.launch, launcher=launcher.pid)
+    launch = replace(request.launch, launcher_pid=launcher.pid)
     launch.ray_dir.mkdir()
     with socket.socket() as silent:  # as a cluster whose answer is awaited
         silent.bind(("127.0.0.1", 0))
@@ -281,7 +281,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, start_new_session=True, timeout=120, check=False)
     assert done.returncode == MachineError.exit_code
     assert not launch.ray_dir.exists()
-    assert not launch.outcome.exists()
+    assert not launch.outcome_path.exists()
 
 
 @pytest.mark.slow

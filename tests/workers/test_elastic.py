@@ -37,7 +37,7 @@ def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, fre
 
 def make_request(folder: Path, **changes: Any) -> LaunchRequest:
     """Of a run of four workers on a cluster."""
-    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher=0)
+    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher_pid=0)
     request = LaunchRequest(
         launch=launch,
         target="module:function",
@@ -442,7 +442,7 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
 
         def __init__(self, command: list[str], **_: Any) -> None:
             requests.append(pickle.loads(Path(command[-1]).read_bytes()))
-            requests[-1].launch.outcome.write_text('{"error": null}')
+            requests[-1].launch.outcome_path.write_text('{"error": null}')
 
         def wait(self) -> None:
             pass

@@ -29,8 +29,8 @@ FORMAT = 1
 # The kinds of tokens that can be told from token ids and positions alone; words are unknown here.
 RECORDED_KINDS = ("self", "previous", "next", "first", "separator", "same_token")
 _NUM_SEQUENCES, _SEQUENCE_LENGTH = 8, 64
-_PICTURE_LENGTH = 24  # number of tokens of the sequence whose attention matrices are kept
-_NUM_PICTURES = 24  # number of heads whose matrices are kept, evenly spaced over the model
+_MATRIX_LENGTH = 24  # length of the sequence whose attention matrices are kept, in tokens
+_NUM_MATRICES = 24  # number of heads whose matrices are kept, evenly spaced over the model
 _MAX_RECORDS = 32  # records per file, so that it stays below about 1 MB; more are thinned evenly
 
 
@@ -45,10 +45,10 @@ class AttentionHistory:
 
     def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
         self._path, self._model = folder / HISTORY, model
-        self._sequences = _sequences(held_out, min(_SEQUENCE_LENGTH, model.max_positions))
-        self._picture = self._sequences[0][:_PICTURE_LENGTH].copy() if self._sequences else np.zeros(0, np.int64)
-        if len(self._picture) == _PICTURE_LENGTH:
-            self._picture[-1] = held_out.special_ids["sep"]
+        self._sequences = _select_sequences(held_out, min(_SEQUENCE_LENGTH, model.max_positions))
+        self._matrix_ids = self._sequences[0][:_MATRIX_LENGTH].copy() if self._sequences else np.zeros(0, np.int64)
+        if len(self._matrix_ids) == _MATRIX_LENGTH:
+            self._matrix_ids[-1] = held_out.special_ids["sep"]
         self._special_ids = held_out.special_ids
 
     def rewind(self, step: int) -> None:
@@ -73,18 +73,18 @@ class AttentionHistory:
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
         for ids in self._sequences:
-            statistics.add(self._weights(encoder, ids), _mark_tokens(ids, self._special_ids))
-        pictures = self._weights(encoder, self._picture)
+            statistics.add(self._attention_weights(encoder, ids), _mark_tokens(ids, self._special_ids))
+        matrices = self._attention_weights(encoder, self._matrix_ids)
         record = {
             "step": step,
             "shares": {kind: statistics.shares[kind].round(4).tolist() for kind in RECORDED_KINDS},
             "entropy": statistics.entropy.round(4).tolist(),
-            "matrices": [_pack_matrix(pictures[layer][head]) for layer, head in self._heads()],
+            "matrices": [_pack_matrix(matrices[layer][head]) for layer, head in self._heads()],
         }
         self._write(
             {
                 "format": FORMAT,
-                "picture": self._picture.tolist(),
+                "picture": self._matrix_ids.tolist(),
                 "heads": self._heads(),
                 "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED_KINDS},
                 "even_entropy": round(statistics.even_entropy, 4),
@@ -92,7 +92,7 @@ class AttentionHistory:
             }
         )
 
-    def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
+    def _attention_weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
         device = next(encoder.parameters()).device
         ids_1L = torch.from_numpy(ids)[None].to(device)
         collected: list[Tensor] = []
@@ -101,9 +101,9 @@ class AttentionHistory:
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
 
     def _heads(self) -> list[tuple[int, int]]:
-        """Return (layer, head) of the heads whose matrices are kept: all, or `_NUM_PICTURES` evenly spaced ones."""
+        """Return (layer, head) of the heads whose matrices are kept: all, or `_NUM_MATRICES` evenly spaced ones."""
         count = self._model.depth * self._model.heads
-        kept = min(count, _NUM_PICTURES)
+        kept = min(count, _NUM_MATRICES)
         return [divmod(index * count // kept, self._model.heads) for index in range(kept)]
 
     def _write(self, content: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _pack_matrix(weights_LL: np.ndarray) -> str:
     return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8).tobytes()).decode()
 
 
-def _sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
+def _select_sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
     """Return up to `_NUM_SEQUENCES` sequences of at most `length` tokens, from distant documents: int64 [L]."""
     special, sequences = shards.special_ids, []
     documents = [(shard, index) for shard in shards.shards for index in range(len(shard.documents) - 1)]

@@ -44,13 +44,13 @@ class TokenMarks:
     word_index: np.ndarray
 
     def selectors(self) -> np.ndarray:
-        """Return float32 [K, L, L] in the order of `KINDS`: 1 where a column's token has that kind for a row's."""
+        """Return float32 [K, L, L], K as in `KINDS`: 1 where the column's token is of that kind for the row's token."""
         length = len(self.ids)
         is_content = ~(self.first | self.separator)
         itself = np.eye(length, dtype=bool)
         same_token = (self.ids[:, None] == self.ids) & is_content & ~itself
         same_word = (self.word[:, None] == self.word) & (self.word_index[:, None] != self.word_index) & (self.word >= 0)
-        by_kind = {
+        selector_by_kind = {
             "self": itself,
             "previous": np.eye(length, k=-1, dtype=bool),
             "next": np.eye(length, k=1, dtype=bool),
@@ -60,7 +60,7 @@ class TokenMarks:
             "same_token": same_token,
             "same_word": same_word,
         }
-        return np.stack([by_kind[kind] for kind in KINDS]).astype(np.float32)
+        return np.stack([selector_by_kind[kind] for kind in KINDS]).astype(np.float32)
 
 
 class HeadStatistics:
@@ -68,23 +68,23 @@ class HeadStatistics:
 
     def __init__(self) -> None:
         self.texts, self.tokens = 0, 0
-        self._mass: np.ndarray = np.zeros(())  # [K, Y, N]
+        # Sums over tokens, for the heads and for even attention:
+        self._mass: np.ndarray = np.zeros(())  # attention to each kind, [K, Y, N]
         self._entropy: np.ndarray = np.zeros(())  # [Y, N]
-        self._even = np.zeros(len(KINDS))
-        self._even_entropy = 0.0
+        self._even_mass, self._even_entropy = np.zeros(len(KINDS)), 0.0
 
-    def add(self, weights: Sequence[np.ndarray], tokens: TokenMarks) -> None:
+    def add(self, weights: Sequence[np.ndarray], marks: TokenMarks) -> None:
         """Add a sequence.
 
         Args:
             weights: attention weights of each layer, float32 [N, L, L]; each row has one token's weights.
-            tokens: tokens of the sequence.
+            marks: tokens of the sequence.
         """
-        length, selectors = len(tokens.ids), tokens.selectors()
+        length, selectors = len(marks.ids), marks.selectors()
         flat_KS = selectors.reshape(len(KINDS), -1)
         self._mass = self._mass + np.stack([flat_KS @ layer.reshape(len(layer), -1).T for layer in weights], axis=1)
         self._entropy = self._entropy + np.stack([_entropy(layer).sum(-1) for layer in weights])
-        self._even = self._even + flat_KS.sum(-1) / length
+        self._even_mass = self._even_mass + flat_KS.sum(-1) / length
         self._even_entropy += length * math.log(length)
         self.texts, self.tokens = self.texts + 1, self.tokens + length
 
@@ -101,7 +101,7 @@ class HeadStatistics:
     @property
     def even_shares(self) -> dict[str, float]:
         """Return the shares of a head that attends to all tokens evenly."""
-        return dict(zip(KINDS, (self._even / self.tokens).tolist(), strict=True))
+        return dict(zip(KINDS, (self._even_mass / self.tokens).tolist(), strict=True))
 
     @property
     def even_entropy(self) -> float:
