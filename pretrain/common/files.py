@@ -303,8 +303,8 @@ def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
-    """Check the manifest of `folder` and its files: sizes always, SHA-256 with `content`. Returns the manifest.
+def verify_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
+    """Check the manifest of `folder` and its files: sizes, and with `check_hashes` SHA-256. Returns the manifest.
 
     Raises `InputError` with the first file that is missing, has the wrong size or was changed.
     """
@@ -321,16 +321,16 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
                 f"{path}: {size} bytes, but {expected['bytes']} in the manifest; truncated or changed. "
                 "Restore the file or create the folder again."
             )
-        if content:
+        if check_hashes:
             verify_content(path, expected)
     return manifest
 
 
-def is_intact(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
-    """Return whether a file matches the size in its manifest entry and, with `content`, the SHA-256."""
+def is_intact(path: Path, entry: Mapping[str, Any], *, check_hashes: bool) -> bool:
+    """Return whether a file matches the size in its manifest entry and, with `check_hashes`, the SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
-    return not content or sha256_file(path) == entry["sha256"]
+    return not check_hashes or sha256_file(path) == entry["sha256"]
 
 
 def verify_content(path: Path, expected: Mapping[str, Any]) -> None:

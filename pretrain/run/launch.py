@@ -126,7 +126,7 @@ def download(run_dir: Any) -> None:
     Under torchrun, the first process verifies the local files, and also fetches the best checkpoint.
     """
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
+        StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), is_follower=is_follower())
 
 
 def _describe_location(scheduling: SchedulingConfig, *, ray: bool, in_process: bool) -> str:
