@@ -101,16 +101,14 @@ def _read_run(folder: Path) -> Released:
     model, state = with_position_table(exported.shape.model_copy(update={"attention_init": "normal"}), state)
     layout = layout_of(model, exported.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
-    task_names = {name: task_name for name in pretraining if (task_name := _task_head_name(name, layout))}
+    renamed = {name: task_name for name in pretraining if (task_name := _task_head_name(name, layout))}
     return Released(
         family=layout.family,
         model=model,
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
-        head={task_name.removeprefix("head."): pretraining[name] for name, task_name in task_names.items()},
+        head={task_name.removeprefix("head."): pretraining[name] for name, task_name in renamed.items()},
         config=dict(sentence_pooling(folder)),
-        mapping=tuple(
-            MappedTensor(name, tuple(tensor.shape), task_names.get(name, name)) for name, tensor in state.items()
-        ),
+        mapping=tuple(MappedTensor(name, tuple(t.shape), renamed.get(name, name)) for name, t in state.items()),
         token_types=2 if model.token_types else 0,
         pretraining=pretraining,
         sentence_files=sentence_files(folder, model),

@@ -172,7 +172,7 @@ def _stopped_error(folder: Path, cause: BaseException | None = None) -> StoppedE
 
     Returns a `NothingSavedError` if no step is saved.
     """
-    error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
+    error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN_STEPS}")
     latest = _latest_checkpoint(folder)
     if isinstance(error, NothingSavedError) or (latest > UNTRAINED and latest in str(error)):
         return error

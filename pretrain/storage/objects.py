@@ -124,7 +124,7 @@ class ObjectStore:
                 _filesystem(address).pipe_file(_key(address), content, mode="create")
             except Exception:  # each library raises a different exception for an existing object
                 with contextlib.suppress(FileNotFoundError):
-                    return _filesystem(address).cat_file(_key(address)) == content  # an earlier attempt may have written it
+                    return _filesystem(address).cat_file(_key(address)) == content  # an earlier attempt succeeded
                 raise
             return True
 

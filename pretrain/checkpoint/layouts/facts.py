@@ -61,7 +61,7 @@ def write_config(
     Args:
         class_suffix: suffix of the class's name, such as ForPreTraining.
         pad_id: id of the padding token, if `config` has none.
-        special_ids: role -> id of special tokens, for those keys of `Layout.special_ids` that `config` lacks.
+        special_ids: role -> id of special tokens, for keys of `Layout.special_ids` that `config` lacks.
 
     Raises:
         InputError: the family's layout cannot represent the model.
