@@ -114,7 +114,7 @@ def _reader_exited() -> bool:
 class Parser(argparse.ArgumentParser):
     """Accepts options between positional arguments (`evaluate RUN --precision fp32 FILE`), and prints one-line errors.
 
-    argparse itself closes a list at the next option, and sets optional positional arguments to their defaults too early.
+    argparse itself closes a list at the next option, and sets optional positional arguments to defaults too early.
     """
 
     _is_nested = False
