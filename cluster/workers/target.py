@@ -68,7 +68,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                 flags=(launch.stop_flag(), attempt.restart_flag()),
             )
             if not request.in_ray:  # signals kill Ray's workers
-                worker.listen()
+                worker.handle_signals()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_session`
             if worker.stop_requested():
                 raise Interrupted

@@ -1,4 +1,7 @@
-"""Assembles a model from a released file's tensors, and lists what each fills (invariant 6 in docs/invariants.md)."""
+"""Assembles a model from a released file's tensors, and lists what each fills (invariant 6 in docs/invariants.md).
+
+`ours` is the name of one of our parameters, and `theirs` is the family's name for it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -89,7 +92,7 @@ def assemble(
             return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     head_state: dict[str, Tensor] = {}
-    filled = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
+    fills = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
     for shapes in heads:
         names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
@@ -101,11 +104,11 @@ def assemble(
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
             head_state |= head
-            filled = {**{name: ours for ours, name in names.items()}, **filled}
-    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | filled
+            fills = {**{name: ours for ours, name in names.items()}, **fills}
+    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | fills
     for name in tensors:
         tied = layout.tied_parameter(name, model)
-        if tied and name not in filled:
+        if tied and name not in fills:
             has_head = "heads.mlm_transform_weight" in head_state or "heads.mlm_bias" in head_state
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
     return Released(
@@ -172,7 +175,7 @@ class _Source:
     def _add(self, ours: StackedName, chunk: _Chunk) -> None:
         if ours in self.chunks:
             raise InputError(
-                f"{self.where}: {chunk.name} and {self.chunks[ours].name} both are {ours.name}. Remove one of them."
+                f"{self.where}: {chunk.name} and {self.chunks[ours].name} both fill {ours.name}. Remove one of them."
             )
         self.chunks[ours] = chunk
 
@@ -212,7 +215,7 @@ def _wrapper_prefix(source: _Source) -> str:
 
 
 def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
-    """Return the state of the encoder; every tensor must exist in the expected shape."""
+    """Return the state dict of the encoder; every tensor must exist in the expected shape."""
     word = source.chunks.get(StackedName("embeddings.word"))
     rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
     state: dict[str, Tensor] = {}
@@ -290,7 +293,7 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
         if ours in ("heads.mlm_bias", "heads.decoder"):
             shape = (rows, *shape[1:])
         if len(actual) != len(shape) or any(size not in (None, n) for n, size in zip(actual, shape, strict=True)):
-            return f"{ours} would be {list(actual)}"
+            return f"{ours} would have the shape {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
         return "its weight and bias have different numbers of rows"
     if any(ours.startswith("heads.mlm_") for ours in shapes):

@@ -107,7 +107,7 @@ def export(
 def export_run(
     run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, others: Sequence[Path] = ()
 ) -> str:
-    """Export a run's checkpoint with its model card: the named one, the "best", or the latest intact one.
+    """Export a checkpoint of a run with its model card: `checkpoint` (a name or "best"), or the latest intact one.
 
     `averaged` exports the mean of the last steps' weights in the checkpoint. With `others`, the folders of runs with
     the same model and vocabulary, it exports the mean over all runs (model soups, Wortsman et al. 2022).
@@ -169,7 +169,7 @@ def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapp
 
 
 def _roberta_fields(tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Return the fields in which RoBERTa and XLM-R differ, by the tokenizer, and their number of token types."""
+    """Return fields of config.json: the number of token types and, for XLM-R (by its tokenizer), the model type."""
     is_xlm_r = kind_of(tokenizer.tokenizer) == "released"
     return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_xlm_r else {})}
 
@@ -199,11 +199,7 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
     Raises `InputError` as `read_released` does.
     """
     released = read_released(folder)
-    return (
-        released.model,
-        {**released.backbone, **released.pretraining},
-        "heads.nsp_weight" in released.pretraining,
-    )
+    return released.model, {**released.backbone, **released.pretraining}, "heads.nsp_weight" in released.pretraining
 
 
 # ---- a run

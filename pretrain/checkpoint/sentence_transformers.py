@@ -20,7 +20,7 @@ SENTENCE = "sentence_transformers"  # key of these files in START_FILE of a run
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
 # File -> glob pattern that its name may match in a folder that is read.
-_NAMES = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
+_NAME_PATTERNS = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
 _MODE_BY_FLAG = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -46,7 +46,7 @@ def declared_max_length(folder: Path) -> int | None:
 
 
 def length_warnings(folder: Path, max_length: int) -> list[str]:
-    """Return warnings about fine-tuning this model with windows of `max_length` tokens."""
+    """Return warnings about fine-tuning the model in `folder` with windows of `max_length` tokens."""
     warnings, declared = [], _read_files(folder)
     if (modes := _pooling_modes(declared)) and not sentence_pooling(folder):
         warnings.append(f"its pooling ({', '.join(modes)}) is not supported: classifiers read the first token.")
@@ -108,7 +108,7 @@ def _read_files(folder: Path) -> dict[str, Any]:
     found = {}
     for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
         folders = (folder, inner, inner / ENCODER)
-        if paths := [path for parent in folders for path in sorted(parent.glob(_NAMES.get(name, name)))]:
+        if paths := [path for parent in folders for path in sorted(parent.glob(_NAME_PATTERNS.get(name, name)))]:
             found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 

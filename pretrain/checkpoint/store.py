@@ -4,7 +4,7 @@
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
                                           kind: weight, exp_avg, exp_avg_sq; average (mean of the last steps' weights);
-                                          row_square, where start counts rows
+                                          row_square (one value per row, so start counts rows)
         manifest.json                     sizes and SHA-256 of the files, and the file of each part of each parameter
                                           (`FragmentIndex`)
 
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, stored in `file` as a tensor with the name suffix `start`."""
+    """Elements [start, stop) of a flattened parameter, stored in `file` in a tensor whose name ends with `start`."""
 
     start: int
     stop: int

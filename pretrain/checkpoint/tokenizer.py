@@ -52,7 +52,7 @@ class ModelTokenizer(NamedTuple):
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     """Read the tokenizer from a released model's folder or one of our runs, with truncation and padding off.
 
-    It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). The casing
+    It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (byte-level BPE). The casing
     comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), or else tokenizer.json. If
     neither declares it, the model is cased if vocab.txt has entries with capital letters. transformers does the same,
     except in the last case: then it lower-cases the text of cased models, too.

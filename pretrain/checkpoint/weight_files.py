@@ -38,7 +38,7 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     torch file in the folder. If the folder has our manifest, the files must match it.
 
     Raises:
-        InputError: there are no weights, or they are damaged, incomplete or contain other objects than tensors.
+        InputError: there are no weights, or they are damaged, incomplete or contain objects other than tensors.
     """
     path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):

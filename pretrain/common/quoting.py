@@ -22,10 +22,10 @@ class QuotingError(ValueError):
         self.line, self.reason = line, reason
 
 
-def split_lines(text: Iterable[str]) -> Iterator[str]:
+def split_lines(lines: Iterable[str]) -> Iterator[str]:
     """Split at "\\n" and "\\r\\n" only; other characters that Python treats as line breaks may occur in a line."""
     parts: list[str] = []
-    for part in text:
+    for part in lines:
         parts.append(part)
         if part.endswith("\n"):
             yield "".join(parts).removesuffix("\n").removesuffix("\r")
@@ -34,12 +34,12 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
         yield last
 
 
-def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def bare_rows(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each row; quotes are ordinary. Skips blank rows if there are several columns."""
     is_single_column = False
     blank: list[int] = []  # line numbers of blank rows in a single column, yielded if another row follows
     has_rows = False
-    for number, line in enumerate(split_lines(text), 1):
+    for number, line in enumerate(split_lines(lines), 1):
         if line:
             is_single_column = is_single_column if has_rows else delimiter not in line
             has_rows = True
@@ -50,10 +50,10 @@ def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[s
             blank.append(number)
 
 
-def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def quoted_rows(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield (first line's number, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # the default is 128 kB
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     first_line = 1
     try:
         for cells in reader:
@@ -64,9 +64,9 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
         raise QuotingError(first_line, str(error)) from None
 
 
-def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
+def refuse_quoted(lines: Iterable[str], delimiter: str, path: object, setting: str) -> None:
     """Raise `InputError`, naming the `setting` to change, if a cell starts with a quote, whose meaning is ambiguous."""
-    for line, cells in bare_rows(text, delimiter):
+    for line, cells in bare_rows(lines, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(
                 f"{path}:{line}: the cell {quoted[:60]} starts with a quote. Set {setting} to standard if quotes "

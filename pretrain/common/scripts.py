@@ -33,7 +33,7 @@ CONTINUES_UNIT = _PATTERNS[MARK] + (
 )
 # Characters that attach to the next letter: vowels written before their consonant, and joining signs.
 JOINS_NEXT = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
-ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones occur within words
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # and Mongolian marks within words
 CODE_POINTS = 0x40000  # number of code points in the planes that contain letters
 _IGNORED = regex.compile(f"(?V1){_INVISIBLE}+")
 STARTS_UNIT = regex.compile(f"(?V1)(?![{CONTINUES_UNIT}])[{UNSPACED_LETTERS}]")

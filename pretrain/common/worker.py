@@ -162,7 +162,7 @@ class TrainingRequest:
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The defaults are for a run of one process. `rank` counts all processes, `local_rank` only this machine's.
+    The defaults are for a run of one process. `rank` is the one among all processes, `local_rank` on this machine.
     """
 
     rank: int = 0
@@ -188,7 +188,7 @@ class Worker:
         """Treat the run's stop file as a stop request if it is touched from now on. Rank 0 removes an earlier one."""
         self.flags = (Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=self.rank == 0)),)
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """Treat the `stop_signals` as stop requests; a second SIGINT kills the process immediately.
 
         Only the main thread can set signal handlers; in other threads this does nothing.
@@ -218,5 +218,5 @@ class Worker:
                 local_rank=int(os.environ.get("LOCAL_RANK") or "0"),
                 local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or "1"),
             )
-        worker.listen()
+        worker.handle_signals()
         return worker

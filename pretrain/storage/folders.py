@@ -134,7 +134,7 @@ def store(
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     old_entries, listed = file_entries(stored_content), objects.listing(address)
-    keys = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}  # local -> stored
+    keys = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}  # stored names
     missing = {name for name in keys if getattr(listed.get(keys[name]), "bytes", None) != entries[name]["bytes"]}
     if stored_content == content and not missing:
         return []

@@ -251,7 +251,7 @@ class ObjectStore:
                 now = time.monotonic()
                 failing_since = now if attempt == 1 else failing_since
                 seconds_left = failing_since + self._retry_seconds - now
-                if seconds_left <= 0 or _is_final(address, error):
+                if seconds_left <= 0 or _must_give_up(address, error):
                     raise MachineError(
                         f"{address}: cannot be {action}; {attempt} attempt{'s'[: attempt - 1]} in {now - start:.0f} s "
                         f"({_one_line(error)}). Check the network, HTTPS_PROXY and the object store, then run the "
@@ -387,7 +387,7 @@ def is_storage_error(error: BaseException) -> bool:
     )
 
 
-def _is_final(address: str, error: Exception) -> bool:
+def _must_give_up(address: str, error: Exception) -> bool:
     """Return whether to give up immediately: the network is not the cause, or the store never answered."""
     is_refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
     if is_refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):

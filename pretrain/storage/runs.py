@@ -8,7 +8,7 @@ The run trains in the local folder of its address (`addresses.local_run`). These
     config.yaml, metrics.jsonl, ...   as of the last stored checkpoint or the end of the run
     writers/writer-3                  machine and time of the run's third start; only the latest start may write
 
-A checkpoint without a manifest does not exist.
+A checkpoint without a manifest counts as missing.
 """
 
 import contextlib
@@ -325,7 +325,7 @@ class StoredRun:
         files = [
             (name, file) for name, _, file in listed if name in deleted or (name in kept and self._is_stale(name, file))
         ]
-        # Manifests first: a checkpoint without one does not exist.
+        # Manifests first: a checkpoint without one counts as missing.
         for are_manifests in (True, False):
             paths = [self._at("checkpoints", name, f) for name, f in files if (f == MANIFEST) == are_manifests]
             folders.run_concurrently(self._objects.delete, paths, _CONCURRENT_DELETES)

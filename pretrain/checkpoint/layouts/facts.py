@@ -21,7 +21,7 @@ class ReleasedFacts(NamedTuple):
 
     layout: Layout
     model: ModelConfig
-    token_types: int = 2  # rows of the segment table in the file; 0 if it has none
+    token_types: int = 2  # number of token types in the file; 0 if it has no table of them
     first_position: int = 0  # row of a sequence's first token in the position table
 
 
@@ -113,7 +113,7 @@ def layout_of(model: ModelConfig, family: str = "") -> Layout:
 
 
 def unsupported_parts(model: ModelConfig) -> str:
-    """Return the model's settings because of which it is exported in our layout, not in its family's."""
+    """Return the settings that prevent an export of the model in its family's layout."""
     # A discriminator of ELECTRA has the architecture of another family.
     reasons = filter(None, (LAYOUTS[family].unsupported_parts(model) for family in (model.family, "electra")))
     reason = next(reasons, "")
@@ -134,7 +134,7 @@ def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpos
 
 
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
-# Fields of the config.json that was read which do not apply to the new one.
+# Fields of a config.json that do not apply to the one written from it.
 _NOT_COPIED = (
     "transformers_version",
     "torch_dtype",

@@ -66,7 +66,7 @@ class Layout:
         unprefixed: beginnings of the encoder's names in a file without a head, where they lack `prefix`.
         spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
-        unused: prefix of names that fill none of our parameters -> what these tensors are.
+        unused: prefix of names that fill none of our parameters -> a description of these tensors.
         defaults: values of `ModelConfig` if config.json has none, where they differ from `model_family`'s.
         supported: key of config.json -> the supported values; if the key is absent, the first of them is assumed.
         modernize: converts a config.json to the current keys, for families whose keys changed.
@@ -74,7 +74,7 @@ class Layout:
         write: (shape, config.json) -> the fields that `read` reads.
         activation_key: the key of config.json for `ModelConfig.activation`.
         mlm_activation: activation of the masked-language-modeling head if it is fixed; otherwise as in the layers.
-        token_types: rows of the segment table if config.json names none; None if the family never has one.
+        token_types: number of token types if config.json names none; None if the family never has one.
         padded_positions: whether the position table starts with unused rows, up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: key of config.json for the id of a special token (besides pad_token_id) -> the token's role.
@@ -213,7 +213,7 @@ class Layout:
 
         Args:
             config: the other fields that are known.
-            token_types: number of rows of the segment table.
+            token_types: number of token types in the file.
         """
         values = {key: getattr(model, ours) for ours, key in self.config_keys.items()}
         if "embedding_size" in values:
