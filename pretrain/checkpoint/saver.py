@@ -47,7 +47,7 @@ class Saver:
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last
         self._retry_seconds, self._stored_run = retry_seconds, stored_run
-        self._buffers: dict[str, Tensor] = {}
+        self._host_buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Message about a delay or failure of the storage. The caller that reports it clears it.
@@ -82,10 +82,10 @@ class Saver:
         return self._error is not None
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
+        buffer = self._host_buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
+            self._host_buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:

@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, stored in `file` in a tensor whose name ends with `start`."""
+    """Elements [start, stop) of a flattened parameter, stored in `file` as "<kind>|<parameter>|<start>"."""
 
     start: int
     stop: int

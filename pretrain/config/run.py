@@ -365,8 +365,8 @@ class PretrainConfig(RunConfig):
 
     def model_in(self, phase: int) -> ModelConfig:
         """Return the model's shape with the rotary bases of a phase."""
-        bases = self.phases[phase].rotary_base, self.phases[phase].local_rotary_base
-        return self.model.with_rotary_bases(*bases)
+        phase_config = self.phases[phase]
+        return self.model.with_rotary_bases(phase_config.rotary_base, phase_config.local_rotary_base)
 
     def weight_decay(self, phase: int) -> float:
         """Return the optimizer's decoupled weight decay in a phase."""

@@ -74,8 +74,7 @@ def test_recording_changes_neither_losses_nor_weights(runs: dict[str, Path]) -> 
 
 
 def test_a_resumed_run_records_the_same(runs: dict[str, Path]) -> None:
-    broken, intact = (runs[kind] / history.ATTENTION_HISTORY for kind in ("broken", "with"))
-    assert broken.read_bytes() == intact.read_bytes()
+    assert len({(runs[name] / history.ATTENTION_HISTORY).read_bytes() for name in ("broken", "with")}) == 1
 
 
 def test_it_does_not_depend_on_workers_or_stage(runs: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
