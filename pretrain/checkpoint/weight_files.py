@@ -169,10 +169,10 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = content.items() if isinstance(content, Mapping) else ()
-    named = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
-    if not named:
+    by_name = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
+    if not by_name:
         raise InputError(f"{path}: is not a mapping of names to tensors. Use the weights of a model.")
-    return named
+    return by_name
 
 
 def _check_manifest(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 CACHE_VARIABLE, RUNS_VARIABLE = "BERTRAIN_CACHE", "BERTRAIN_RUNS"
 SCHEMES = ("s3", "gs", "abfs", "az", "hf")
-READ_ONLY = ("hf",)  # each write to the Hub is a commit, and the Hub limits the number of commits
+_READ_ONLY_SCHEMES = ("hf",)  # each write to the Hub is a commit, and the Hub limits the number of commits
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -35,7 +35,7 @@ def check_address(address: str, *, for_writing: bool = False) -> None:
         raise ValueError(
             f"{address!r} does not name a file or folder in a bucket. Use an address such as {scheme}://bucket/folder."
         )
-    if for_writing and scheme in READ_ONLY:
+    if for_writing and scheme in _READ_ONLY_SCHEMES:
         raise ValueError(f"{address!r} is read-only. Use a local path, or an address with s3://, gs:// or abfs://.")
 
 

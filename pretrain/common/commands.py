@@ -124,9 +124,9 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_nested = True  # parse_known_intermixed_args calls this method again
         try:
-            dots = "" if "--" in (args or ()) else r"( \.\.\.)?"  # everything after -- belongs to the list
-            optional = re.search(rf" \[[A-Z]+{dots}\](?!\])", self.format_usage())
-            parse = self.parse_known_intermixed_args if optional else super().parse_known_args
+            ellipsis = "" if "--" in (args or ()) else r"( \.\.\.)?"  # everything after -- belongs to the list
+            has_optional = re.search(rf" \[[A-Z]+{ellipsis}\](?!\])", self.format_usage())
+            parse = self.parse_known_intermixed_args if has_optional else super().parse_known_args
             parsed, unknown = parse(args, namespace)
         finally:
             self._is_nested = False
@@ -273,9 +273,9 @@ def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help=purpose)
 
 
-def location_help(what: str) -> str:
-    """Return the help text of an argument that `run_argument` parses."""
-    return f"folder or address of {what}, or name of a run in runs/"
+def location_help(noun: str) -> str:
+    """Return the help text of an argument that `run_argument` parses; `noun` is the object that it locates."""
+    return f"folder or address of {noun}, or name of a run in runs/"
 
 
 WORKERS_DEFAULT = "default: one for each GPU; without GPUs 2, or 1 on a single core"

@@ -378,7 +378,7 @@ class ModelConfig(Section):
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """Return whether a layer has a norm of attention: not if its input is always the normalized embeddings."""
+        """Return whether a layer has an attention norm. A pre-norm model's first has none after an embedding norm."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 

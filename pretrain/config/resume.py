@@ -13,7 +13,7 @@ from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.config.run import PretrainConfig, R, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
-MIXING = ("weights", "temperature", "max_epochs")
+MIXING_SETTINGS = ("weights", "temperature", "max_epochs")
 """Settings of a phase that determine how much of each source it reads."""
 
 FREE_ON_RESUME = (
@@ -38,7 +38,7 @@ ALL_FREE_ON_RESUME = (
     "fork_from",
     # The text that the run reads is compared with the checkpoint's record of it.
     "corpus",
-    *(f"phases.*.{name}" for name in MIXING),
+    *(f"phases.*.{name}" for name in MIXING_SETTINGS),
     "evaluation.every_steps",
     "evaluation.probes",
     # Learning rates: a diverged run is resumed with lower ones.
