@@ -179,7 +179,7 @@ def test_a_pooled_checkpoint_keeps_its_pooling(place: Place, runs: dict[str, Pat
     hf.export_run(tmp_path / "again", tmp_path / "other")
     assert len(start.sentence_files) == 4
     for folder in (tmp_path / "out", tmp_path / "other"):
-        assert {name: json.loads((folder / name).read_text()) for name in start.sentence_files} == start.sentence
+        assert {name: json.loads((folder / name).read_text()) for name in start.sentence_files} == start.sentence_files
     for released in (start, read_released(run), read_released(tmp_path / "out"), read_released(tmp_path / "other")):
         assert (released.task_head("sequence").pooling, released.sentence_files) == ("mean", start.sentence_files)
     assert read_released(run).config == {"classifier_pooling": "mean"}
