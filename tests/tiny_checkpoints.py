@@ -78,7 +78,7 @@ def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str,
     from pretrain.checkpoint.released_writer import write_released
 
     names = ("family", "model", "backbone", "head", "config")
-    parts = {**{name: getattr(released, name) for name in names}, "tokenizer": tokenizer, "card": "", **changes}
+    parts = {**{name: getattr(released, name) for name in names}, "tokenizer_folder": tokenizer, "card": "", **changes}
     write_released(folder, purpose=purpose, **parts)
     return folder
 

@@ -33,7 +33,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.packages import OURS, check_not_shadowed
+from pretrain.common.packages import MARKER_FOLDERS, check_not_shadowed
 from pretrain.common.worker import (
     JOB_VARIABLE,
     STOP_FILE,
@@ -136,7 +136,7 @@ def run_driver(
     """
     check_address(address)
     if sys.version_info < (3, 11):  # which ignores PYTHONSAFEPATH (`environment`)
-        check_not_shadowed(*OURS, path=[str(Path.cwd()), str(_PROJECT)])
+        check_not_shadowed(*MARKER_FOLDERS, path=[str(Path.cwd()), str(_PROJECT)])
     run_dir = Path(run_dir).absolute()
     with disk_errors(run_dir):
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                 flags=(launch.stop_flag(), attempt.restart_flag()),
             )
             if not request.in_ray:  # signals kill Ray's workers
-                worker.listen()
+                worker.handle_signals()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_session`
             if worker.stop_requested():
                 raise Interrupted
@@ -78,7 +78,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                 resolve(request.target)(_with_gauges(attempt, worker), worker)
         except Interrupted:
             # Only this rank noticed the signal; the error makes Ray kill the others, too.
-            raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN}") from None
+            raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN_STEPS}") from None
         except (StoppedError, DivergedError) as error:
             return as_data(error)
         except RunError as error:

@@ -93,7 +93,7 @@ def run_all(
 def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
     """Raise an error if some of the runs in or below `folder` were stopped or failed."""
     if unfinished := outcomes.count(None):
-        raise StoppedError(f"{folder}: stopped with {counted(unfinished, 'run')} unfinished.").again()
+        raise StoppedError(f"{folder}: stopped with {counted(unfinished, 'run')} unfinished.").for_rerun()
     if error := combined_error(outcomes):
         raise error
 

@@ -142,10 +142,10 @@ def _write_model(
         head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
         purpose=task.head,
         config={**_without_stale_keys(released.config), **_label_settings(task)},
-        tokenizer=fetched_model(config.start_from),
+        tokenizer_folder=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
-        sentence=released.sentence,
+        sentence_files=released.sentence_files,
     )
 
 

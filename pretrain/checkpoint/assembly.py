@@ -1,4 +1,7 @@
-"""Assembles a model from a released file's tensors by name, and records each (invariant 6 in docs/invariants.md)."""
+"""Assembles a model from a released file's tensors, and lists what each fills (invariant 6 in docs/invariants.md).
+
+`ours` is the name of one of our parameters, and `theirs` is the family's name for it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,15 +31,15 @@ class Released:
     Attributes:
         family: a key of `layouts.LAYOUTS`.
         model: the shape of the encoder.
-        backbone: state of `pretrain.model.encoder.Encoder`, always whole.
+        backbone: state dict of `pretrain.model.encoder.Encoder`, always complete.
         head: the tensors of a task's head that are in the file: dense_weight [H, H], dense_bias [H], norm_weight [H],
             norm_bias [H] (its first layer: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and
             out_bias [labels].
-        config: config.json as read; {} for our runs.
-        mapping: one entry for each tensor in the file.
+        config: config.json as read; for our runs, {} or only the pooling.
+        mapping: for each tensor in the file, the parameter that it fills.
         token_types: number of token types that the model supports; if it is below 2, every token must have type 0.
-        pretraining: state of the parts of `pretrain.model.heads.Heads` that are complete in the file.
-        sentence: the files of sentence-transformers to write next to its exports, name -> content.
+        pretraining: parameters of the pretraining heads (`pretrain.model.heads.Heads`) that are complete in the file.
+        sentence_files: the files that sentence-transformers needs, to write next to exports; name -> content.
     """
 
     family: str
@@ -47,7 +50,7 @@ class Released:
     mapping: tuple[MappedTensor, ...]
     token_types: int
     pretraining: dict[str, Tensor]
-    sentence: dict[str, Any] = field(default_factory=dict)
+    sentence_files: dict[str, Any] = field(default_factory=dict)
 
     @property
     def vocabulary_size(self) -> int:
@@ -55,7 +58,7 @@ class Released:
         return len(self.backbone["embeddings.word"])
 
     def prediction_state(self, *, next_sentence: bool = False) -> tuple[dict[str, Tensor], str]:
-        """Return the state of `pretrain.model.heads.PretrainingModel`, and the first missing parameter, or ""."""
+        """Return the state dict of `pretrain.model.heads.PretrainingModel`, and its first missing parameter, or ""."""
         parameters = head_parameters(self.model, self.vocabulary_size, next_sentence)
         needed = [f"heads.{parameter.name}" for parameter in parameters]
         missing = next((name for name in needed if name not in self.pretraining), "")
@@ -76,12 +79,12 @@ def assemble(
     masked-language-modeling head whose decoder differs from the word embeddings although the config ties them.
 
     Raises:
-        InputError: the backbone is incomplete; `where` is the file for the message.
+        InputError: the backbone is incomplete; the message starts with `where`, the name of the file.
     """
     layout, model = facts.layout, facts.model
     heads = _head_shapes(facts, task_head(layout.family, config, model, "sequence"))
     source = _Source(tensors, facts, heads, where)
-    if prefix := _foreign_prefix(source):
+    if prefix := _wrapper_prefix(source):
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(stripped) == len(tensors):
             released = assemble(stripped, facts, config, where=where)
@@ -89,7 +92,7 @@ def assemble(
             return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     head_state: dict[str, Tensor] = {}
-    filled = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
+    fills = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
     for shapes in heads:
         names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
@@ -101,11 +104,11 @@ def assemble(
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
             head_state |= head
-            filled = {**{name: ours for ours, name in names.items()}, **filled}
-    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | filled
+            fills = {**{name: ours for ours, name in names.items()}, **fills}
+    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | fills
     for name in tensors:
         tied = layout.tied_parameter(name, model)
-        if tied and name not in filled:
+        if tied and name not in fills:
             has_head = "heads.mlm_transform_weight" in head_state or "heads.mlm_bias" in head_state
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
     return Released(
@@ -136,15 +139,15 @@ class _Source:
 
     def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, heads: list[Shapes], where: str) -> None:
         self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
-        known = self._known(heads)
+        parameters = self._parameters_by_name(heads)
         self.chunks: dict[StackedName, _Chunk] = {}
         for name in tensors:
             names = self.layout.current_names(name)
             for index, current in enumerate(names):
-                for ours in known.get(current, ()):
+                for ours in parameters.get(current, ()):
                     self._add(ours, _Chunk(name, index, len(names)))
         self._add_tied()
-        self._refuse_extra_layers(known)
+        self._refuse_extra_layers(parameters)
 
     def take(self, ours: StackedName) -> Tensor:
         """Return the values of one parameter, or of one of its stacked parts, fp32."""
@@ -159,46 +162,45 @@ class _Source:
             raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
         return (whole if total == 1 else whole.chunk(total)[index]).float()
 
-    def _known(self, heads: list[Shapes]) -> dict[str, list[StackedName]]:
+    def _parameters_by_name(self, heads: list[Shapes]) -> dict[str, list[StackedName]]:
         """Map each current name to the parameters that it fills: several if a task's head shares a pretraining head."""
-        known: dict[str, list[StackedName]] = {}
-        ours = [*encoder_shapes(self.model, 0), *(name for shapes in heads for name in shapes)]
-        for name in ours:
-            for purpose in self.layout.out if name.startswith("head.out") else ("sequence",):
+        parameters: dict[str, list[StackedName]] = {}
+        for name in [*encoder_shapes(self.model, 0), *(name for shapes in heads for name in shapes)]:
+            for purpose in self.layout.out_modules if name.startswith("head.out") else ("sequence",):
                 for part, theirs in enumerate(self.layout.names(name, purpose)):
-                    if StackedName(name, part) not in known.setdefault(theirs, []):
-                        known[theirs].append(StackedName(name, part))
-        return known
+                    if StackedName(name, part) not in parameters.setdefault(theirs, []):
+                        parameters[theirs].append(StackedName(name, part))
+        return parameters
 
     def _add(self, ours: StackedName, chunk: _Chunk) -> None:
         if ours in self.chunks:
             raise InputError(
-                f"{self.where}: {chunk.name} and {self.chunks[ours].name} both are {ours.name}. Remove one of them."
+                f"{self.where}: {chunk.name} and {self.chunks[ours].name} both fill {ours.name}. Remove one of them."
             )
         self.chunks[ours] = chunk
 
     def _add_tied(self) -> None:
-        """Locate tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
+        """Locate parameters that the file has only as a tensor of the decoder, and the bias of an untied decoder."""
         for name in self.tensors:
             tied = self.layout.tied_parameter(name, self.model)
             if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):
                 self.chunks[StackedName(tied)] = _Chunk(name)
 
-    def _refuse_extra_layers(self, known: Mapping[str, Any]) -> None:
+    def _refuse_extra_layers(self, known_names: Mapping[str, Any]) -> None:
         layers = self.model.layers
         for name in sorted(self.tensors):
             index = self.layout.layer_index(name)
             if index is None or index < layers:
                 continue
             names = self.layout.current_names(name)
-            if any(current.replace(f".{index}.", f".{layers - 1}.", 1) in known for current in names):
+            if any(current.replace(f".{index}.", f".{layers - 1}.", 1) in known_names for current in names):
                 raise InputError(
                     f"{self.where}: has {name}, beyond the {layers} layers of its config. "
                     "Use the config.json that belongs to these weights."
                 )
 
 
-def _foreign_prefix(source: _Source) -> str:
+def _wrapper_prefix(source: _Source) -> str:
     """Return the prefix that a wrapper adds to all names of the encoder, such as "0.auto_model."; "" without one."""
     if StackedName("embeddings.word") in source.chunks:
         return ""
@@ -213,7 +215,7 @@ def _foreign_prefix(source: _Source) -> str:
 
 
 def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
-    """Return the state of the encoder; every tensor must exist in the expected shape."""
+    """Return the state dict of the encoder; every tensor must exist in the expected shape."""
     word = source.chunks.get(StackedName("embeddings.word"))
     rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
     state: dict[str, Tensor] = {}
@@ -221,15 +223,15 @@ def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
         if ours == "embeddings.token_type":
             state[ours] = _token_types(source, shape, facts.token_types)
         elif ours == "embeddings.position":
-            longer = (shape[0] + facts.first_position, *shape[1:])
-            state[ours] = _gather(source, ours, longer)[facts.first_position :]
+            padded_shape = (shape[0] + facts.first_position, *shape[1:])
+            state[ours] = _gather(source, ours, padded_shape)[facts.first_position :]
         else:
             state[ours] = _gather(source, ours, shape)
     return state
 
 
 def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
-    """Return the token types [2, E]: the file's two rows, or its single row twice; zeros if it has none."""
+    """Return the token-type embeddings [2, E]: the file's two rows, or its single row twice; zeros if it has none."""
     if rows == 0:
         return torch.zeros(shape)
     table = _gather(source, "embeddings.token_type", (rows, *shape[1:]))
@@ -237,14 +239,14 @@ def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
 
 
 def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
-    """Return one of our parameters, its parts stacked, fp32."""
+    """Return one of our parameters in fp32, stacked from its parts."""
     parts = []
     theirs = source.layout.names(ours)
     part_shape = [shape[0] // len(theirs), *shape[1:]]
     for part, name in enumerate(theirs):
         if StackedName(ours, part) not in source.chunks:
-            first = ", ".join(sorted(source.tensors)[:2])
-            raise InputError(f"{source.where}: {name} is missing; the file has {first}, ... {_REFUSAL}")
+            examples = ", ".join(sorted(source.tensors)[:2])
+            raise InputError(f"{source.where}: {name} is missing; the file has {examples}, ... {_REFUSAL}")
         name, _, total = source.chunks[StackedName(ours, part)]
         whole = source.tensors[name]
         expected = [part_shape[0] * total, *part_shape[1:]]
@@ -291,19 +293,19 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
         if ours in ("heads.mlm_bias", "heads.decoder"):
             shape = (rows, *shape[1:])
         if len(actual) != len(shape) or any(size not in (None, n) for n, size in zip(actual, shape, strict=True)):
-            return f"{ours} would be {list(actual)}"
+            return f"{ours} would have the shape {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
         return "its weight and bias have different numbers of rows"
     if any(ours.startswith("heads.mlm_") for ours in shapes):
-        known = {**backbone, **head}
+        parameters = {**backbone, **head}
         for name, tensor in source.tensors.items():
             tied = source.layout.tied_parameter(name, source.model)
-            if tied in known and not torch.equal(tensor.float(), known[tied]):
+            if tied in parameters and not torch.equal(tensor.float(), parameters[tied]):
                 return f"{name} differs from {tied}; an untied decoder needs tie_word_embeddings: false in config.json"
     return ""
 
 
 def _in_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of `pretrain.model.heads.Heads`, in its order: the next-sentence head comes first."""
+    """Return the parameters in the order of `pretrain.model.heads.Heads`: the next-sentence head comes first."""
     first = {name: tensor for name, tensor in state.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
     return {**first, **{name: state[name] for name in state if name.startswith(("heads.mlm_", "heads.decoder"))}}

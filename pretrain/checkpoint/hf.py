@@ -1,6 +1,6 @@
 """Exports pretraining runs in the layout of their family or in ours, and reads such models back.
 
-`layouts` defines the names (invariant 6 in docs/invariants.md). As in transformers, exports lack a tied decoder.
+`layouts` defines the names (invariant 6 in docs/invariants.md). As in transformers, a tied decoder is not written.
 """
 
 import functools
@@ -55,24 +55,24 @@ def export(
     card: str,
     family: str = "",
     config: Mapping[str, Any] | None = None,
-    sentence: Mapping[str, Any] | None = None,
-    head: str = "",
+    sentence_files: Mapping[str, Any] | None = None,
+    class_suffix: str = "",
 ) -> None:
     """Write a model in its family's layout, atomically; an earlier export at `out` is replaced.
 
     Args:
-        state: our parameters.
+        state: the parameters under our names.
         model: the shape of the model.
         tokenizer_folder: contains tokenizer.json, vocab.txt and tokenizer_config.json.
         out: folder to create.
-        next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
+        next_sentence: whether to write the next-sentence head, as BertForPreTraining. Other families have no such
             head: it is left out, with a warning.
         card: README.md in Markdown.
         family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" uses the model's family,
             or `layouts.BERTRAIN` if that layout cannot represent the model.
-        config: config.json of that released model, whose fields are kept if the model does not determine them.
-        sentence: further JSON files of sentence-transformers, name -> content.
-        head: suffix of the class's name, such as ForPreTraining; "" if `next_sentence` decides it.
+        config: config.json of that released model; the fields that the shape does not determine are kept.
+        sentence_files: as in `assembly.Released`.
+        class_suffix: suffix of the class's name, such as ForPreTraining; "" if `next_sentence` decides it.
 
     Raises:
         InputError: the family's layout cannot represent the model, or the tokenizer is incomplete or has another size.
@@ -85,29 +85,29 @@ def export(
         raise InputError(f"{tokenizer_folder}: {reason}")
     config = _roberta_fields(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
-        state = _with_one_type(state)
+        state = _with_equal_types(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
     config = config if config is not None or family or layout is not BERT else _BERT_FIELDS
-    head = head or ("ForPreTraining" if next_sentence else "ForMaskedLM")
-    values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
-    left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
-    exported = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
+    class_suffix = class_suffix or ("ForPreTraining" if next_sentence else "ForMaskedLM")
+    values = write_config(config or {}, facts, class_suffix, rows, ids["pad"], ids)
+    skipped_prefixes = () if next_sentence else ("heads.pooler_", "heads.nsp_")
+    exported = {name: tensor for name, tensor in state.items() if not name.startswith(skipped_prefixes)}
     with atomic_folder(out) as temporary:
         # Otherwise, transformers would pass token types to a model that accepts none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
         write_part(temporary, values, exported, facts, tokenizer, fields=fields)
-        write_sentence_files(sentence or {}, temporary)
+        write_sentence_files(sentence_files or {}, temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
 def export_run(
     run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, others: Sequence[Path] = ()
 ) -> str:
-    """Export a run's checkpoint with its model card: the named one, the "best", or the latest intact one.
+    """Export a checkpoint of a run with its model card: `checkpoint` (a name or "best"), or the latest intact one.
 
     `averaged` exports the mean of the last steps' weights in the checkpoint. With `others`, the folders of runs with
     the same model and vocabulary, it exports the mean over all runs (model soups, Wortsman et al. 2022).
@@ -123,26 +123,26 @@ def export_run(
     config = config_of(run_dir)
     make_objective(config)  # raises if its module is missing
     path = store.choose(run_dir / "checkpoints", checkpoint)
-    trained = store.read_state(path)
-    corpus = corpus_of(run_dir, config.corpus, trained.get("tokenizer", ""))
+    checkpoint_state = store.read_state(path)
+    corpus = corpus_of(run_dir, config.corpus, checkpoint_state.get("tokenizer", ""))
     step = store.step_of(path)
     phase, _ = config.phase_at(max(1, min(step, config.total_steps)) - 1)
-    exported = config.model_copy(update={"model": config.model_in(phase)})
+    phase_config = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
     for number, other in enumerate(others, 2):
         theirs = store.choose(other / "checkpoints", checkpoint)
-        _check_alike(path, trained, theirs, store.read_state(theirs))
+        _check_alike(path, checkpoint_state, theirs, store.read_state(theirs))
         for name, weights in store.read_weights(theirs, averaged=averaged).items():
             state[name].lerp_(weights, 1 / number)
-    start, objective, unsupported = _released_start(run_dir), make_objective(exported), ""
-    average = trained["averaged"] if averaged else 0
+    start, objective, unsupported = _released_start(run_dir), make_objective(phase_config), ""
+    averaged_steps = checkpoint_state["averaged"] if averaged else 0
     names = [other.name for other in others]
-    card = functools.partial(_model_card, config, run_dir, step, averaged=average, others=names)
+    card = functools.partial(_model_card, config, run_dir, step, averaged_steps=averaged_steps, others=names)
     for part in objective.exported:
         weights = part.weights(state)
-        written, _ = with_position_table(part.shape, {})
-        layout = layout_of(written, part.layout or start.get("family", ""))
-        unsupported = unsupported_parts(written) if layout is BERTRAIN else ""
+        written_shape, _ = with_position_table(part.shape, {})
+        layout = layout_of(written_shape, part.layout or start.get("family", ""))
+        unsupported = unsupported_parts(written_shape) if layout is BERTRAIN else ""
         export(
             weights,
             part.shape,
@@ -152,30 +152,30 @@ def export_run(
             card=card(part, weights, unsupported=unsupported),
             family=layout.family if part.layout else start.get("family", ""),
             config=start.get("config"),
-            sentence={} if unsupported or part.suffix else start.get(SENTENCE),
-            head=part.head,
+            sentence_files={} if unsupported or part.suffix else start.get(SENTENCE),
+            class_suffix=part.head,
         )
     return unsupported
 
 
 def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
     """Raise `InputError` if the weights of two checkpoints, passed with their states, cannot be averaged."""
-    for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
+    for noun, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
-                f"{other}: has a different {what} than {first}, so their weights cannot be averaged. Use runs of one "
+                f"{other}: has a different {noun} than {first}, so their weights cannot be averaged. Use runs of one "
                 "model: forks of one run."
             )
 
 
 def _roberta_fields(tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Return the fields that distinguish RoBERTa from XLM-R, which have different tokenizers. Both have one segment."""
+    """Return fields of config.json: the number of token types and, for XLM-R (by its tokenizer), the model type."""
     is_xlm_r = kind_of(tokenizer.tokenizer) == "released"
     return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_xlm_r else {})}
 
 
-def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy the first token type to the second: a run without pairs trains only the first."""
+def _with_equal_types(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the first token type's embedding to the second: a run without pairs trains only the first."""
     name = "embeddings.token_type"
     return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
@@ -194,23 +194,19 @@ def auto_class(folder: Path) -> str:
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
-    """Read a model with its pretraining heads: (shape, our parameters in fp32, whether it has NSP).
+    """Read a model with its pretraining heads: (shape, our parameters in fp32, whether it has a next-sentence head).
 
-    Reads as `read_released` does. Raises `InputError`.
+    Raises `InputError` as `read_released` does.
     """
     released = read_released(folder)
-    return (
-        released.model,
-        {**released.backbone, **released.pretraining},
-        "heads.nsp_weight" in released.pretraining,
-    )
+    return released.model, {**released.backbone, **released.pretraining}, "heads.nsp_weight" in released.pretraining
 
 
 # ---- a run
 
 
 def _released_start(run_dir: Path) -> dict[str, Any]:
-    """Return family, config and files of the released model that a run started from; {} after a random start."""
+    """Return START_FILE's values about the released model that a run started from; all None if there was none."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
@@ -223,7 +219,7 @@ def _model_card(
     part: Exported,
     state: Mapping[str, Tensor],
     *,
-    averaged: int,
+    averaged_steps: int,
     others: Sequence[str],
     unsupported: str,
 ) -> str:
@@ -231,7 +227,7 @@ def _model_card(
 
     Args:
         part, state: the exported model, and its parameters.
-        averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
+        averaged_steps: the number of steps whose weights are averaged; 0 for the weights of a single step.
         others: names of the runs whose weights are averaged with this one's.
         unsupported: the settings that no released layout supports; "" if the export has a released layout.
     """
@@ -253,10 +249,10 @@ def _model_card(
         mask_token="[MASK]" if mask is None else corpus.tokenizer.id_to_token(mask),
         parameters=sum(tensor.numel() for tensor in state.values()),
         step=step,
-        averaged=averaged,
+        averaged=averaged_steps,
         others=others,
         unsupported=unsupported,
-        measured=_measured(run_dir, step, averaged=averaged > 0),
+        measured=_measurements(run_dir, step, averaged=averaged_steps > 0),
         # Headings of the corpus card become subheadings.
         corpus_card=re.sub(r"^#", "###", corpus_card.read_text(encoding="utf-8"), flags=re.MULTILINE).strip()
         if corpus_card.is_file()
@@ -265,16 +261,16 @@ def _model_card(
     )
 
 
-def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
+def _measurements(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
     """Return (label, value) pairs of the last evaluation up to `step`, or of the averaged weights at `step`."""
     key, value, earliest = ("event", "average", step) if averaged else ("split", "validation", 0)
-    found = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
-    last = next((record for record in found if earliest <= record.get("step", 0) <= step), None)
+    evaluations = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
+    last = next((record for record in evaluations if earliest <= record.get("step", 0) <= step), None)
     if last is None:
         return []
-    shown = [
+    rows = [
         (metric.title, metric.text(last[name], extra_digits=1))
         for name, metric in objective_metrics().items()
         if last.get(name) is not None
     ]
-    return [("step", f"{last['step']:,}"), *shown]
+    return [("step", f"{last['step']:,}"), *rows]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pretrain.common.wording import counted
 
 LEFT_OUT = "left out: "
-_MAX_NAMES = 2  # maximum number of names to list of tensors that are left out and have no common pattern
+_MAX_NAMES = 2  # maximum number of names to list for tensors that are left out and match no pattern
 
 
 class MappedTensor(NamedTuple):
@@ -26,7 +26,7 @@ class MappedTensor(NamedTuple):
 
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
-    """Return one line per target of tensors that are read, then one line per reason to leave tensors out."""
+    """Return one line for each module that tensors fill, then one line for each reason to leave tensors out."""
     filled: dict[str, list[str]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
@@ -37,25 +37,25 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
     rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in filled.items()]
     name_width, count_width = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{pattern:<{name_width}}  {count:>{count_width}} -> {target}" for pattern, count, target in rows]
-    read = [name for names in filled.values() for name in names]
+    read_names = [name for names in filled.values() for name in names]
     for reason, names in left_out.items():
-        lines.append(f"{_summary(names, read)}: {counted(len(names), 'tensor')} {reason}")
+        lines.append(f"{_summary(names, read_names)}: {counted(len(names), 'tensor')} {reason}")
     return "\n".join(lines)
 
 
-def _summary(names: list[str], read: Collection[str]) -> str:
-    """Return the pattern of the names if it matches no name that is read, otherwise the first names."""
+def _summary(names: list[str], read_names: Collection[str]) -> str:
+    """Return the pattern of `names` if none of the `read_names` matches it, otherwise the first of `names`."""
     pattern = _pattern(names)
-    if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
+    if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read_names):
         return pattern
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def _pattern(names: list[str]) -> str:
-    """Return the common prefix of all names up to a separator, and a star; for a single name, the name."""
+    """Return the common prefix of all names, up to a separator, followed by a star; a single name is returned as is."""
     if len(names) == 1:
         return names[0]
     parts = zip(*(re.split(r"(?<=[./])", name) for name in names), strict=False)
-    common = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
-    return "".join(column[0] for column in common) + "*"
+    common_parts = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
+    return "".join(column[0] for column in common_parts) + "*"

@@ -1,7 +1,7 @@
 """Reads released encoders, and our runs and exports, from their folders (invariant 6 in docs/invariants.md).
 
 The families of `layouts` are read as transformers writes them, BERT also as NVIDIA does.
-`layouts` defines the names, `assembly` assembles the model, and `released_writer` writes a fine-tuned one.
+`layouts` defines the names, `assembly` assembles the model, and `released_writer` writes fine-tuned models.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import BERTRAIN, KeyMapping, ReleasedFacts, layout_of, read_config, unsupported_parts
+from pretrain.checkpoint.layouts import BERTRAIN, Layout, ReleasedFacts, layout_of, read_config, unsupported_parts
 from pretrain.checkpoint.layouts.pooled import POOLING, unwrap
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.released_writer import with_position_table
@@ -29,30 +29,31 @@ __all__ = ["Released", "read_released", "read_shape", "unsupported_in_transforme
 
 
 def read_released(folder: Path) -> Released:
-    """Read the model in `folder`: config and weights of a release, a run (its latest checkpoint), or our export.
+    """Read the model in `folder`: a released model, an export, or a run (its latest checkpoint).
 
     Raises:
         InputError: something is missing or damaged, our encoder does not support the architecture, or a tensor of the
             backbone is missing or has the wrong shape.
     """
-    inner = _model_folder(folder)
-    if is_run(inner):
-        return _read_run(inner)
-    config, facts = _read_config(folder, inner)
-    path, tensors = read_weights(inner)
+    model_folder = _model_folder(folder)
+    if is_run(model_folder):
+        return _read_run(model_folder)
+    config, facts = _read_config(folder, model_folder)
+    path, tensors = read_weights(model_folder)
     with one_thread():
         released = assemble(tensors, facts, config, where=str(path))
-    # In other families, the pooling in config.json comes from sentence-transformers or from one of our exports.
+    # If the family has no pooling in config.json, it comes from sentence-transformers or from one of our exports.
     is_native = POOLING in facts.layout.values_of(facts.model, config)
-    return replace(released, sentence=sentence_files(folder, facts.model, "" if is_native else config.get(POOLING, "")))
+    pooling = "" if is_native else config.get(POOLING, "")
+    return replace(released, sentence_files=sentence_files(folder, facts.model, pooling))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
     """Read the shape of the model in a folder or at an address, without weights; `InputError` if there is none."""
-    inner = _model_folder(folder := fetched_model(location))
-    if is_run(inner):
-        return with_position_table(config_of(inner).model, {})[0]
-    return _read_config(folder, inner)[1].model
+    model_folder = _model_folder(folder := fetched_model(location))
+    if is_run(model_folder):
+        return with_position_table(config_of(model_folder).model, {})[0]
+    return _read_config(folder, model_folder)[1].model
 
 
 def _model_folder(folder: Path) -> Path:
@@ -75,9 +76,9 @@ def _config_path(folder: Path) -> Path:
     return found
 
 
-def _read_config(folder: Path, inner: Path) -> tuple[dict[str, Any], ReleasedFacts]:
-    """Read the family's config.json; a pooling that `folder` declares for sentence-transformers overrides defaults."""
-    path = _config_path(inner)
+def _read_config(folder: Path, model_folder: Path) -> tuple[dict[str, Any], ReleasedFacts]:
+    """Read the family's config.json; the pooling that `folder` declares for sentence-transformers takes precedence."""
+    path = _config_path(model_folder)
     config = {**unwrap(read_json(path)), **sentence_pooling(folder)}
     return config, _facts(config, path)
 
@@ -96,26 +97,26 @@ def _read_run(folder: Path) -> Released:
     checkpoint = store.choose(folder / "checkpoints", None)
     exported = make_objective(config_of(folder)).exported[-1]
     state = exported.weights(store.read_weights(checkpoint))
-    # Parameters that fine-tuning adds get BERT's initialization, as for an export, which does not record any other.
+    # Parameters that fine-tuning adds get BERT's initialization, as with an export, which records no attention_init.
     model, state = with_position_table(exported.shape.model_copy(update={"attention_init": "normal"}), state)
     layout = layout_of(model, exported.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
-    task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
+    renamed = {name: task_name for name in pretraining if (task_name := _task_head_name(name, layout))}
     return Released(
         family=layout.family,
         model=model,
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
-        head={as_task.removeprefix("head."): pretraining[name] for name, as_task in task.items()},
+        head={task_name.removeprefix("head."): pretraining[name] for name, task_name in renamed.items()},
         config=dict(sentence_pooling(folder)),
-        mapping=tuple(MappedTensor(name, tuple(tensor.shape), task.get(name, name)) for name, tensor in state.items()),
+        mapping=tuple(MappedTensor(name, tuple(t.shape), renamed.get(name, name)) for name, t in state.items()),
         token_types=2 if model.token_types else 0,
         pretraining=pretraining,
-        sentence=sentence_files(folder, model),
+        sentence_files=sentence_files(folder, model),
     )
 
 
-def _as_task_head(name: str, layout: KeyMapping) -> str:
-    """Return the parameter of a task's head that shares its tensor with a pretraining head's, such as the pooler's."""
+def _task_head_name(name: str, layout: Layout) -> str:
+    """Return the parameter of a task's head that has the tensor of `name` in the files, such as the pooler's, or ""."""
     kind = name.rpartition("_")[2]
     candidates = (f"head.{module}_{kind}" for module in ("dense", "norm"))
     return next((ours for ours in candidates if layout.names(name) == layout.names(ours) != []), "")

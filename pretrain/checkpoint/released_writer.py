@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
+from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, Layout, ReleasedFacts, pooled, task_head, write_config
 from pretrain.checkpoint.sentence_transformers import write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
 from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, atomic_folder, save_weights
@@ -19,7 +19,7 @@ from pretrain.model.norms import get_norm
 from pretrain.model.positions import sinusoids
 
 # Purpose of a head -> suffix of its class in transformers.
-_CLASSES = {
+_CLASS_SUFFIXES = {
     "sequence": "ForSequenceClassification",
     "tokens": "ForTokenClassification",
     "spans": "ForQuestionAnswering",
@@ -35,27 +35,27 @@ def write_released(
     head: Mapping[str, Tensor],
     purpose: str,
     config: dict[str, Any],
-    tokenizer: Path,
+    tokenizer_folder: Path,
     card: str,
     extra: Mapping[str, str] | None = None,
-    sentence: Mapping[str, Any] | None = None,
+    sentence_files: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
     DistilBERT has no token types, so the embedding of type 0 is added to its positions. A RoBERTa or GTE with one token
-    type keeps one if our two are equal, otherwise it gets two.
+    type keeps one if the embeddings of our two are equal; otherwise it gets two.
 
     Args:
         out: folder to create.
         family: a key of `LAYOUTS`.
         model: the shape.
         backbone, head: as in `assembly.Released`; the head needs all layers of the family's `layouts.TaskHead`.
-        purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
-        config: fields of config.json that the shape does not determine: the read ones, id2label, problem_type.
-        tokenizer: a folder with the model's tokenizer.
+        purpose: "sequence", "tokens" or "spans", a key of `_CLASS_SUFFIXES`.
+        config: fields of config.json that the shape does not determine: what was read, id2label, problem_type.
+        tokenizer_folder: a folder with the model's tokenizer.
         card: README.md in Markdown.
         extra: additional text files, name -> content.
-        sentence: as in `assembly.Released`; written next to the encoder that transformers loads without custom code.
+        sentence_files: as in `assembly.Released`; written next to the encoder, which needs no custom code.
 
     Raises:
         InputError: the tokenizer cannot be read, the layout cannot represent the model, `out` is not an export, or
@@ -63,14 +63,14 @@ def write_released(
         ValueError: labels and head do not match.
     """
     layout = LAYOUTS[family]
-    needed = _head_parts(layout, config, model, purpose)
+    needed = _head_parameters(layout, config, model, purpose)
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
     labels = _labels(config, len(head["out_weight"]), purpose)
-    source = ModelTokenizer.read(tokenizer)
-    facts, ids = written_facts(layout, model, backbone, config, source.special_ids)
+    tokenizer = ModelTokenizer.read(tokenizer_folder)
+    facts, ids = written_facts(layout, model, backbone, config, tokenizer.special_ids)
     rows = len(backbone["embeddings.word"])
-    values = write_config({**config, **labels}, facts, _CLASSES[purpose], rows, ids["pad"], ids)
+    values = write_config({**config, **labels}, facts, _CLASS_SUFFIXES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
     parts = {"": (values, state)}
     with atomic_folder(out) as target:
@@ -78,8 +78,8 @@ def write_released(
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, target / pooled.MODELING_FILE)
             parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
         for subfolder, (content, tensors) in parts.items():
-            write_part(target / subfolder, content, tensors, facts, source, purpose, for_words=purpose == "tokens")
-        write_sentence_files({} if layout is BERTRAIN else sentence or {}, target / list(parts)[-1])
+            write_part(target / subfolder, content, tensors, facts, tokenizer, purpose, for_words=purpose == "tokens")
+        write_sentence_files({} if layout is BERTRAIN else sentence_files or {}, target / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (target / name).write_text(text, encoding="utf-8")
 
@@ -93,12 +93,12 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
     state = {name: tensor.detach().float() for name, tensor in state.items()}
     if facts.token_types == 0 and "embeddings.token_type" in state:
         # Every token has type 0, so the type's embedding can be added to the positions.
-        types = state.pop("embeddings.token_type")
-        state["embeddings.position"] = state["embeddings.position"] + types[0]
+        type_embeddings = state.pop("embeddings.token_type")
+        state["embeddings.position"] = state["embeddings.position"] + type_embeddings[0]
     elif facts.token_types == 1:
         state["embeddings.token_type"] = state["embeddings.token_type"][:1]
     if first_position := facts.first_position:
-        # Rows that no token uses.
+        # The table starts with rows that no token uses.
         positions = state["embeddings.position"]
         unused = positions.new_zeros(first_position, positions.shape[1])
         state["embeddings.position"] = torch.cat([unused, positions])
@@ -111,7 +111,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
                 "exports, as docs/extend/add-an-objective.md shows."
             )
         if not facts.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
-            # BERT's separate bias is read only if the decoder is tied.
+            # transformers reads BERT's separate bias only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors refuses tensors that share their storage.
         parts = (part.clone().contiguous() for part in tensor.chunk(len(theirs)))
@@ -128,7 +128,7 @@ def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tupl
 
 
 def written_facts(
-    layout: KeyMapping,
+    layout: Layout,
     model: ModelConfig,
     backbone: Mapping[str, Tensor],
     config: Mapping[str, Any],
@@ -143,11 +143,11 @@ def written_facts(
     ids: dict[str, int | None] = {"pad": None, **special_ids}
     if (pad := config.get("pad_token_id")) is not None:
         ids["pad"] = pad
-    types = 0 if layout.token_types is None or not model.token_types else 2
-    if types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
-        types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
+    token_types = 0 if layout.token_types is None or not model.token_types else 2
+    if token_types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
+        token_types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
     first_position = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
-    return ReleasedFacts(layout, model, types, first_position), ids
+    return ReleasedFacts(layout, model, token_types, first_position), ids
 
 
 def write_part(
@@ -169,8 +169,8 @@ def write_part(
     copy_tokenizer(tokenizer, folder, tokenizer_class=tokenizer_class, max_positions=limit, **options)
 
 
-def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
-    """Return the names of the parameters of a task's head."""
+def _head_parameters(layout: Layout, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
+    """Return the names of the parameters that a task's head has in this family."""
     head = task_head(layout.family, config, model, purpose)
     needed = {"out_weight", "out_bias"}
     if head.activation:
@@ -187,5 +187,5 @@ def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, An
     id2label = config.get("id2label") or {index: f"LABEL_{index}" for index in range(count)}
     if len(id2label) != count:
         raise ValueError(f"id2label names {len(id2label)} labels, but the head has {count}")
-    id2label = {str(number): label for number, label in id2label.items()}
-    return {"id2label": id2label, "label2id": {label: int(number) for number, label in id2label.items()}}
+    id2label = {str(index): label for index, label in id2label.items()}
+    return {"id2label": id2label, "label2id": {label: int(index) for index, label in id2label.items()}}

@@ -1,7 +1,7 @@
 """Saves checkpoints in the background: the state is copied in memory, and a thread writes it while training continues.
 
-Training waits only for the copy. A kill during the write does not affect earlier checkpoints: a checkpoint gets its
-name when it is complete (`writing.write`).
+Training waits only for the copy. If the process is killed during a write, earlier checkpoints are unaffected: a
+checkpoint gets its name when it is complete (`writing.write`).
 """
 
 import contextlib
@@ -29,12 +29,11 @@ class Saver:
 
     Args:
         folder: the folder of the checkpoints.
-        group: the ranks. Background saves run its collectives in another thread than training, so it must be a
-            separate group.
+        group: the process group of all ranks. Training must use another one, since saves run collectives in a thread.
         keep_last: number of latest checkpoints to keep (`store.prune`).
         retry_seconds: how long to retry if the storage fails. A full disk is retried once.
-        stored: the run in an object store that also gets the checkpoints, if any. A failure to store is reported as
-            `trouble` and does not stop the run; the next checkpoint is stored again.
+        stored_run: the run in an object store that also gets the checkpoints, if any. A failure to store one is
+            reported as `trouble` and does not stop the run; the next checkpoint is stored anyway.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class Saver:
         *,
         keep_last: int,
         retry_seconds: float = SAVE_RETRY_SECONDS,
-        stored: StoredRun | None = None,
+        stored_run: StoredRun | None = None,
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last
-        self._retry_seconds, self._stored = retry_seconds, stored
-        self._copies: dict[str, Tensor] = {}
+        self._retry_seconds, self._stored_run = retry_seconds, stored_run
+        self._host_buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Message about a delay or failure of the storage. The caller that reports it clears it.
@@ -83,48 +82,49 @@ class Saver:
         return self._error is not None
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(key)
-        if copy is None or copy.shape != tensor.shape:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[key] = copy
-        return copy.copy_(tensor, non_blocking=True)
+        buffer = self._host_buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host_buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
             self.written.append({"step": step, "path": str(self._folder / store.name_of(step))})
-            if self._stored is not None:
-                self._store(self._stored, self._folder / store.name_of(step))
+            if self._stored_run is not None:
+                self._store(self._stored_run, self._folder / store.name_of(step))
             try:
                 if self._group.rank == 0:
-                    with contextlib.suppress(OSError, MachineError):  # the next save prunes again
+                    with contextlib.suppress(OSError, MachineError):  # the next save tries again to prune
                         store.prune(self._folder, self._keep_last, self._folder / store.name_of(step))
             finally:  # no rank starts the next save while rank 0 still removes old checkpoints
                 self._group.broadcast_object(None)
         except BaseException as error:
             self._error = error
 
-    def _store(self, stored: StoredRun, checkpoint: Path) -> None:
+    def _store(self, stored_run: StoredRun, checkpoint: Path) -> None:
         """Store the file that each rank wrote; then rank 0 stores the other files, the manifest last."""
         name, is_rank_0 = checkpoint.name, self._group.rank == 0
         actions: list[Callable[[], None]] = [
-            lambda: stored.unpublish(name) if is_rank_0 else None,
-            lambda: stored.put(checkpoint, [writing.shard_name(self._group)]),
-            lambda: self._publish(stored, checkpoint) if is_rank_0 else None,
+            lambda: stored_run.unpublish(name) if is_rank_0 else None,
+            lambda: stored_run.put(checkpoint, [writing.shard_name(self._group)]),
+            lambda: self._publish(stored_run, checkpoint) if is_rank_0 else None,
         ]
         try:
             for action in actions:
                 store.agree(self._group, action)
         except RunError as error:
-            self.trouble = f"{checkpoint.name} is not stored at {stored.address}, only in {self._folder}: {error}"
+            self.trouble = f"{checkpoint.name} is not stored at {stored_run.address}, only in {self._folder}: {error}"
             logger.warning("%s", self.trouble)
 
-    def _publish(self, stored: StoredRun, checkpoint: Path) -> None:
-        stored.publish(checkpoint)
+    def _publish(self, stored_run: StoredRun, checkpoint: Path) -> None:
+        stored_run.publish(checkpoint)
         try:
-            kept = [name for name in stored.names() if stored.state(name).get("kept")]
-            stored.keep({*stored.names()[-self._keep_last :], *kept, checkpoint.name, stored.best()})
-        except RunError as error:  # the next save deletes again
+            names = stored_run.names()
+            kept = [name for name in names if stored_run.state(name).get("kept")]
+            stored_run.delete_except({*names[-self._keep_last :], *kept, checkpoint.name, stored_run.best()})
+        except RunError as error:  # the next save tries again to delete them
             logger.warning("%s", error)
 
     def _write_or_retry(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Reads and writes the files of sentence-transformers next to an encoder: its pooling and maximum length.
 
-They are read in the old formats and in version 6's, and written in the old ones, which text-embeddings-inference
-also reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). sentence-transformers 6:
-sentence_transformer/modules/pooling.py (config.json of the module), base/modules/transformer.py
-(sentence_bert_config.json), base/model.py (the two others).
+They are read in the format of version 6 and in older ones, and written in the older ones, which
+text-embeddings-inference also reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). Sources in
+sentence-transformers 6: sentence_transformer/modules/pooling.py (1_Pooling/config.json), base/modules/transformer.py
+(sentence_bert_config.json), base/model.py (the other two files).
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from pretrain.config import ModelConfig
 SENTENCE = "sentence_transformers"  # key of these files in START_FILE of a run
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
-# File -> glob pattern of the names that it may also have in a folder that is read.
-_NAMES = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
-_MODES = {
+# File -> glob pattern that its name may match in a folder that is read.
+_NAME_PATTERNS = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
+_MODE_BY_FLAG = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -29,14 +29,14 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Mode -> pooling of a task's head. mean_sqrt_len_tokens is read as mean: its factor depends on the length.
+# Mode -> pooling of a task's head. mean_sqrt_len_tokens is read as mean, without its factor sqrt(length).
 _HEAD_POOLINGS = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean"}
 
 
 def sentence_pooling(folder: Path) -> dict[str, str]:
-    """Return the pooling as a field of config.json, {} if the folder declares none that a head supports."""
-    chosen = _pooling_modes(_read_files(folder))
-    return {POOLING: _HEAD_POOLINGS[chosen[0]]} if len(chosen) == 1 and chosen[0] in _HEAD_POOLINGS else {}
+    """Return the pooling as a field of config.json; {} if the folder declares none that a task's head supports."""
+    modes = _pooling_modes(_read_files(folder))
+    return {POOLING: _HEAD_POOLINGS[modes[0]]} if len(modes) == 1 and modes[0] in _HEAD_POOLINGS else {}
 
 
 def declared_max_length(folder: Path) -> int | None:
@@ -46,10 +46,10 @@ def declared_max_length(folder: Path) -> int | None:
 
 
 def length_warnings(folder: Path, max_length: int) -> list[str]:
-    """Return warnings about fine-tuning this model with windows of `max_length` tokens."""
+    """Return warnings about fine-tuning the model in `folder` with windows of `max_length` tokens."""
     warnings, declared = [], _read_files(folder)
-    if (chosen := _pooling_modes(declared)) and not sentence_pooling(folder):
-        warnings.append(f"its pooling ({', '.join(chosen)}) is not supported: classifiers read the first token.")
+    if (modes := _pooling_modes(declared)) and not sentence_pooling(folder):
+        warnings.append(f"its pooling ({', '.join(modes)}) is not supported: classifiers read the first token.")
     longest = declared_max_length(folder)
     if longest is not None and max_length > longest:
         warnings.append(
@@ -66,23 +66,24 @@ def module_warnings(folder: Path) -> list[str]:
 
 
 def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[str, Any]:
-    """Return the files, name -> content, that make other programs use an export as they use the model in `folder`.
+    """Return the files (name -> content) that make other programs use an export as they use the model in `folder`.
 
     Args:
-        pooling: the pooling of the model if `folder` has no such files; "" if unknown: then the result is {}.
+        pooling: the pooling of the model if `folder` has no such files; "" if it is unknown: then the result is {}.
     """
     declared = _read_files(folder)
-    chosen = _pooling_modes(declared) or [pooling]
-    if chosen == [""]:
+    modes = _pooling_modes(declared) or [pooling]
+    if modes == [""]:
         return {}
-    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    module_folders = {"Transformer": "", "Pooling": "1_Pooling"}
     if "Normalize" in _classes(declared):
-        paths["Normalize"] = "2_Normalize"
+        module_folders["Normalize"] = "2_Normalize"
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (kind, path) in enumerate(paths.items())
+        for index, (kind, path) in enumerate(module_folders.items())
     ]
-    pooling_config = {"word_embedding_dimension": model.hidden, **{flag: _MODES[flag] in chosen for flag in _MODES}}
+    flags = {flag: mode in modes for flag, mode in _MODE_BY_FLAG.items()}
+    pooling_config = {"word_embedding_dimension": model.hidden, **flags}
     pooling_config["include_prompt"] = declared.get(_POOLING, {}).get("include_prompt", True)
     files: dict[str, Any] = {_MODULES: modules, _POOLING: pooling_config}
     lowercase = bool(declared.get(_TRANSFORMER, {}).get("do_lower_case", False))
@@ -99,7 +100,7 @@ def write_sentence_files(files: Mapping[str, Any], out: Path) -> None:
 
 
 def _read_files(folder: Path) -> dict[str, Any]:
-    """Read the files of `folder`, by the names above; for our runs, the files of the model that they started from."""
+    """Return name -> content of the files in `folder`; for our runs, of the model that they started from."""
     inner = released_folder(folder)
     if is_run(inner):
         start = inner / START_FILE
@@ -107,18 +108,18 @@ def _read_files(folder: Path) -> dict[str, Any]:
     found = {}
     for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
         folders = (folder, inner, inner / ENCODER)
-        if paths := [path for parent in folders for path in sorted(parent.glob(_NAMES.get(name, name)))]:
+        if paths := [path for parent in folders for path in sorted(parent.glob(_NAME_PATTERNS.get(name, name)))]:
             found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 
 
 def _pooling_modes(declared: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes, whose results are concatenated; [] if there is no pooling."""
+    """Return the pooling modes, whose results are concatenated; [] if no pooling is declared."""
     if _POOLING not in declared:
         return []
     values = declared[_POOLING]
-    named = values.get("pooling_mode") or [mode for flag, mode in _MODES.items() if values.get(flag)] or "mean"
-    return [named] if isinstance(named, str) else list(named)
+    modes = values.get("pooling_mode") or [mode for flag, mode in _MODE_BY_FLAG.items() if values.get(flag)] or "mean"
+    return [modes] if isinstance(modes, str) else list(modes)
 
 
 def _classes(declared: Mapping[str, Any]) -> list[str]:

@@ -64,18 +64,18 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
     Raises:
         InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
     """
-    given = unvalidated_values(config, PretrainConfig, overrides)
-    earlier = _earlier_config(given) if resume else None
-    if earlier is not None:
-        return _resume_overrides(earlier, given)
-    folder = given.get("start_from")
-    if not folder or not isinstance(folder, str):
+    config_values = unvalidated_values(config, PretrainConfig, overrides)
+    earlier_config = _earlier_config(config_values) if resume else None
+    if earlier_config is not None:
+        return _resume_overrides(earlier_config, config_values)
+    location = config_values.get("start_from")
+    if not location or not isinstance(location, str):
         return []
-    released = read_released(fetched_model(folder))
-    tokenizer = start_tokenizer(fetched_model(folder), released)
-    added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
-    model = _model_config(released, 0 if added else vocabulary_size(tokenizer))
-    return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
+    released = read_released(fetched_model(location))
+    tokenizer = start_tokenizer(fetched_model(location), released)
+    vocabulary = _section(_section(config_values, "corpus"), "vocabulary")
+    model = _model_config(released, 0 if vocabulary.get("added_words") else vocabulary_size(tokenizer))
+    return [*_model_overrides(location, model, config_values), *_vocabulary_overrides(location, tokenizer, vocabulary)]
 
 
 def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
@@ -89,36 +89,36 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
     return tokenizer_from_json(folder, json.dumps(content), lowercase=lowercase)
 
 
-def _earlier_config(given: Mapping[str, Any]) -> PretrainConfig | None:
-    """Return the config that the run started with, if it started from a checkpoint and has saved one since."""
-    folder = run_folder(given)
+def _earlier_config(config_values: Mapping[str, Any]) -> PretrainConfig | None:
+    """Return the config that the run started with, if it used `start_from` and has saved a checkpoint since."""
+    folder = run_folder(config_values)
     return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
 
-def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
-    kept = ("size", "lowercase", "added_words")
-    values = {f"corpus.vocabulary.{key}": getattr(earlier.corpus.vocabulary, key) for key in kept}
-    if not given.get("start_from"):
-        values["start_from"] = earlier.start_from
+def _resume_overrides(earlier_config: PretrainConfig, config_values: Mapping[str, Any]) -> list[str]:
+    keys = ("size", "lowercase", "added_words")
+    values = {f"corpus.vocabulary.{key}": getattr(earlier_config.corpus.vocabulary, key) for key in keys}
+    if not config_values.get("start_from"):
+        values["start_from"] = earlier_config.start_from
     overrides = [_override(key, value) for key, value in values.items()]
-    return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
+    return [*_model_overrides(earlier_config.start_from, earlier_config.model, config_values), *overrides]
 
 
 def _model_config(released: Released, entries: int) -> ModelConfig:
-    """Return the checkpoint's shape, with its padding rows beyond the vocabulary's `entries`; 0 leaves them out."""
+    """Return the checkpoint's shape, with its rows of padding after the vocabulary's `entries`; 0 leaves them out."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
 
-def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
+def _model_overrides(location: str, model: ModelConfig, config_values: Mapping[str, Any]) -> list[str]:
     """Return overrides with the checkpoint's shape, except for settings of the config that may differ from it."""
-    section = _section(given, "model")
-    _refuse_contradictions(folder, model, section)
+    section = _section(config_values, "model")
+    _refuse_contradictions(location, model, section)
     values = model.model_dump(mode="json")
     return [_override(f"model.{key}", values[key]) for key in values if not (key in _NOT_IN_WEIGHTS and key in section)]
 
 
-def _refuse_contradictions(folder: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
+def _refuse_contradictions(location: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
     from_size = {name for name in PublishedSize._fields if section.get(name) == 0}
     wanted = {name: value for name, value in section.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
@@ -133,27 +133,28 @@ def _refuse_contradictions(folder: str, model: ModelConfig, section: Mapping[str
                 else f"model.{name}: {value!r}"
             )
             raise InputError(
-                f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
+                f"{where}, but the checkpoint in start_from ({location}) has {getattr(model, name)!r}. "
                 "Remove it: the checkpoint determines the model."
             )
 
 
-def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str, Any]) -> list[str]:
-    vocabulary = _section(_section(given, "corpus"), "vocabulary")
+def _vocabulary_overrides(location: str, tokenizer: Tokenizer, vocabulary: Mapping[str, Any]) -> list[str]:
+    """Return overrides of the config's section `vocabulary`; `InputError` if it contradicts the tokenizer."""
     lowercase = bool(getattr(tokenizer.normalizer, "lowercase", False))
-    strips = getattr(tokenizer.normalizer, "strip_accents", None)
+    strip_accents = getattr(tokenizer.normalizer, "strip_accents", None)
+    strip_accents = lowercase if strip_accents is None else strip_accents
     if vocabulary.get("path"):
         raise InputError(
-            f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({folder}) has a tokenizer. Remove it."
+            f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({location}) has a tokenizer. Remove it."
         )
-    for name, value in (("lowercase", lowercase), ("strip_accents", lowercase if strips is None else strips)):
+    for name, value in (("lowercase", lowercase), ("strip_accents", strip_accents)):
         if vocabulary.get(name) not in (None, value):
             raise InputError(
-                f"corpus.vocabulary.{name}: {json.dumps(vocabulary[name])}, but the tokenizer of start_from ({folder}) "
-                f"has {json.dumps(value)}. Remove it."
+                f"corpus.vocabulary.{name}: {json.dumps(vocabulary[name])}, but the tokenizer of start_from "
+                f"({location}) has {json.dumps(value)}. Remove it."
             )
-    added = vocabulary.get("added_words", 0)
-    size = vocabulary_size(tokenizer) + (added if isinstance(added, int) else 0)
+    added_words = vocabulary.get("added_words", 0)
+    size = vocabulary_size(tokenizer) + (added_words if isinstance(added_words, int) else 0)
     return [_override("corpus.vocabulary.size", max(64, size)), _override("corpus.vocabulary.lowercase", lowercase)]
 
 
@@ -176,22 +177,22 @@ class Start:
     Attributes:
         state: the parameters of `pretrain.model.heads.PretrainingModel` that are in the checkpoint; fp32.
         fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
-        old_entries: number of rows of the checkpoint's vocabulary.
-        initialized: parameters that are not in `state`.
+        old_rows: number of rows of the word embeddings that come from the checkpoint.
+        initialized: names of the parameters that are not in `state`.
         table: lines for the user: the parameter that each tensor fills, and how the others are initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is one of our runs.
-        sentence: as in `released.Released`.
+        sentence_files: as in `released.Released`.
     """
 
     state: dict[str, Tensor]
     fingerprint: str
-    old_entries: int
+    old_rows: int
     initialized: tuple[str, ...]
     table: str
     family: str
     config: dict[str, Any]
-    sentence: dict[str, Any]
+    sentence_files: dict[str, Any]
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
@@ -209,62 +210,62 @@ def start_table(config: PretrainConfig) -> str:
         rows = config.model.rows(shards.vocabulary_size)
         model = PretrainingModel(config.model, rows, config.pairs.has_classifier)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return read_start(config, shapes, shards, count=False).table
+    return read_start(config, shapes, shards, count_tokens=False).table
 
 
 def read_start(
-    config: PretrainConfig, shapes: Mapping[str, Sequence[int]], shards: TokenShards, *, count: bool = True
+    config: PretrainConfig, shapes: Mapping[str, Sequence[int]], shards: TokenShards, *, count_tokens: bool = True
 ) -> Start:
     """Read the checkpoint in `config.start_from` for a model with parameters of these shapes.
 
     Args:
         config: the run.
         shapes: shape of each parameter of the model, by name.
-        shards: the corpus, which has the checkpoint's vocabulary, or an extended one.
-        count: whether to count the corpus's tokens for a missing decoder bias; otherwise that bias is 0.
+        shards: the corpus, whose vocabulary is the checkpoint's or extends it.
+        count_tokens: whether to count the corpus's tokens for a missing decoder bias; if not, that bias is 0.
 
     Raises:
-        InputError: the checkpoint cannot be read, or `config.model` was taken from another one.
+        InputError: the checkpoint cannot be read, or `config.model` was taken from another checkpoint.
     """
     folder = fetched_model(config.start_from)
     released = read_released(folder)
     tokenizer = start_tokenizer(folder, released)
-    found = {**released.backbone, **released.pretraining}
+    state = {**released.backbone, **released.pretraining}
     for ours, theirs in _POOLER.items():
         if ours in shapes and theirs in released.head:
-            found[ours] = released.head[theirs]
-    found = {name: tensor for name, tensor in found.items() if name in shapes}
-    fingerprint = digest(found)
-    old_entries = vocabulary_size(tokenizer)
-    added = _added_entries(tokenizer, shards)
-    if not added:
-        old_entries = config.model.rows(old_entries)
+            state[ours] = released.head[theirs]
+    state = {name: tensor for name, tensor in state.items() if name in shapes}
+    fingerprint = digest(state)
+    old_rows = vocabulary_size(tokenizer)
+    replaced = _replaced_by_added_words(tokenizer, shards)
+    if not replaced:
+        old_rows = config.model.rows(old_rows)
     for name in _VOCABULARY_PARAMETERS:
-        if name in found:
-            found[name] = _with_rows(found[name][:old_entries], added)
+        if name in state:
+            state[name] = _with_mean_rows(state[name][:old_rows], replaced)
     bias = "heads.mlm_bias"
-    from_corpus = bias in shapes and bias not in found
-    if from_corpus:
-        found[bias] = torch.zeros(shapes[bias][0])
-        if count:
-            found[bias] = log_frequencies(shards, rows=shapes[bias][0])
-    for name, tensor in found.items():
+    bias_from_corpus = bias in shapes and bias not in state
+    if bias_from_corpus:
+        state[bias] = torch.zeros(shapes[bias][0])
+        if count_tokens:
+            state[bias] = log_frequencies(shards, rows=shapes[bias][0])
+    for name, tensor in state.items():
         if list(tensor.shape) != list(shapes[name]):
             raise InputError(
                 f"start_from: {folder}: {name} is {list(tensor.shape)}, but this run's model has {list(shapes[name])}. "
                 "Start a new run, whose model is taken from the checkpoint."
             )
-    missing = tuple(name for name in shapes if name not in found)
+    missing = tuple(name for name in shapes if name not in state)
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
-    table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
+    table = weights_table(released, shapes, missing, bias_from_corpus=bias_from_corpus, added=len(replaced))
     table = "\n".join([table, *module_warnings(folder)])
     config_json = {} if is_run(released_folder(folder)) else released.config
-    return Start(found, fingerprint, old_entries, missing, table, released.family, config_json, released.sentence)
+    return Start(state, fingerprint, old_rows, missing, table, released.family, config_json, released.sentence_files)
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
-    """Return the logarithm of each token's share of the corpus, fp32 [rows], with a count of 1 added to every token.
+    """Return the logarithm of each token's share of the corpus, fp32 [rows]. Every token's count is increased by 1.
 
     Special tokens and padding rows, which are never predicted, occur in no shard and so have the lowest value.
     """
@@ -274,27 +275,27 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
     return torch.from_numpy(np.log(counts / counts.sum())).float()
 
 
-def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
-    """Return, for each entry that the corpus's vocabulary adds, in order of ids, the old ids that it replaces."""
+def _replaced_by_added_words(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
+    """Return the old ids that each added entry of the corpus's vocabulary replaces, in order of the entries' ids."""
     extended = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
     entries = [extended.id_to_token(index) or "" for index in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return replaced_ids(tokenizer, entries)
 
 
-def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
-    """Append to `rows_VH` [V, ...] a row for each list of ids in `added`: the mean of the rows with these ids."""
-    if not added:
+def _with_mean_rows(rows_VH: Tensor, id_lists: Sequence[Sequence[int]]) -> Tensor:
+    """Append to `rows_VH` [V, ...] a row for each list in `id_lists`: the mean of the rows with these ids."""
+    if not id_lists:
         return rows_VH.contiguous()
-    return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
+    return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in id_lists])])
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the tensors' names, shapes and values, as hexadecimal digits."""
-    sums = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(state):
-        sums.update(f"{name} {list(state[name].shape)}\n".encode())
-        sums.update(state[name].contiguous().numpy().tobytes())
-    return sums.hexdigest()
+        sha256.update(f"{name} {list(state[name].shape)}\n".encode())
+        sha256.update(state[name].contiguous().numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def weights_table(
@@ -302,7 +303,7 @@ def weights_table(
     shapes: Mapping[str, Sequence[int]],
     missing: Sequence[str],
     *,
-    from_corpus: bool,
+    bias_from_corpus: bool,
     added: int,
 ) -> str:
     """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
@@ -321,7 +322,7 @@ def weights_table(
     heads = dict.fromkeys(f"{name.rpartition('_')[0]}.*" for name in missing)
     if heads:
         lines.append(f"initialized as in a new run: {', '.join(heads)}")
-    if from_corpus:
+    if bias_from_corpus:
         lines.append("initialized from the frequencies of tokens in the corpus: heads.mlm_bias")
     if added:
         lines.append(f"initialized from the mean of their pieces: the rows of {added:,} added words")
@@ -338,16 +339,16 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
         InputError: it cannot be read, has no complete head for masked language modeling, has too few positions, or its
             vocabulary differs from the corpus's.
     """
-    folder = attrgetter(setting)(config)
-    where = f"{setting}: {folder}"
-    released = read_released(fetched_model(folder))
-    tokenizer = start_tokenizer(fetched_model(folder), released)
+    location = attrgetter(setting)(config)
+    where = f"{setting}: {location}"
+    released = read_released(fetched_model(location))
+    tokenizer = start_tokenizer(fetched_model(location), released)
     shards = open_corpus(config.corpus, "train", tokens=False)
     check_same_tokenizer(shards.folder, tokenizer, setting=setting)
-    model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
-    if entries > released.vocabulary_size:
+    model, rows = released.model, config.model.rows(vocabulary_size(tokenizer))
+    if rows > released.vocabulary_size:
         raise InputError(
-            f"{where} has {released.vocabulary_size} rows of word embeddings, but model.vocabulary_rows is {entries}. "
+            f"{where} has {released.vocabulary_size} rows of word embeddings, but model.vocabulary_rows is {rows}. "
             "Make them equal."
         )
     next_sentence = "heads.nsp_weight" in released.pretraining
@@ -362,7 +363,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
         raise InputError(
             f"{where} has {model.max_positions} positions, but phases have sequences of {longest} tokens. Shorten them."
         )
-    for name in ("embeddings.word", "heads.decoder", "heads.mlm_bias"):
+    for name in _VOCABULARY_PARAMETERS:
         if name in state:
-            state[name] = state[name][:entries].contiguous()
-    return FrozenModel(folder, model, next_sentence, state, digest(state))
+            state[name] = state[name][:rows].contiguous()
+    return FrozenModel(location, model, next_sentence, state, digest(state))

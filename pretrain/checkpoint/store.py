@@ -4,7 +4,7 @@
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
                                           kind: weight, exp_avg, exp_avg_sq; average (mean of the last steps' weights);
-                                          row_square, where start counts rows
+                                          row_square (one value per row, so start counts rows)
         manifest.json                     sizes and SHA-256 of the files, and the file of each part of each parameter
                                           (`FragmentIndex`)
 
@@ -38,7 +38,7 @@ FORMAT = 2
 _DAMAGED = "damaged-"  # prefix of the name of a checkpoint that was set aside
 # Number of attempts to read a file when the storage fails, and the wait before the second one, which then doubles.
 _READ_ATTEMPTS, READ_WAIT_SECONDS = 6, 1.0
-# Maximum bytes to read before files are closed: until then, their mapped pages count as memory of the process.
+# Maximum bytes to read before files are closed: until then, their mapped pages count toward the process's memory.
 _MAX_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def latest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
+def latest(folder: Path, *, set_aside: bool = False, check_hashes: bool = True) -> Path | None:
     """Return the latest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
     Later checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
-    run that owns the folder may do that. `content` as in `verify`.
+    run that owns the folder may do that. `check_hashes` as in `verify_manifest`.
 
     Raises:
         MachineError: a later checkpoint cannot be read (`verify`). It may be intact, and the one before it much older.
@@ -81,18 +81,18 @@ def latest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
     """
     tried = set[Path]()
     # Listed again each time: a run in progress may have saved another checkpoint and removed earlier ones.
-    while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
-        checkpoint = left[-1]
+    while untried := [path for path in _all_checkpoints(folder) if path not in tried]:
+        checkpoint = untried[-1]
         tried.add(checkpoint)
         try:
-            verify(checkpoint, content=content)
+            verify(checkpoint, check_hashes=check_hashes)
         except InputError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
             if set_aside:
                 _set_aside(checkpoint)
             continue
         return checkpoint
-    if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
+    if damaged := sorted(path.name for path in (*_all_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
         raise InputError(
             f"{folder}: all checkpoints are damaged: {', '.join(damaged)}. Restore one from a copy, or remove them to "
             "start from step 0."
@@ -138,8 +138,8 @@ def damaged_after(checkpoint: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.parent.glob(f"{_DAMAGED}*") if path.name > renamed)
 
 
-def verify(checkpoint: Path, *, content: bool = True) -> None:
-    """Verify as `verify_manifest` does, but retry read errors for half a minute: the storage may fail temporarily.
+def verify(checkpoint: Path, *, check_hashes: bool = True) -> None:
+    """Verify as `verify_manifest` does; read errors are retried for half a minute, as storage may fail temporarily.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -148,15 +148,15 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
 
     def read() -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):
-            (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
-        return verify_manifest(checkpoint, content=content)
+            (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a denied permission as damage
+        return verify_manifest(checkpoint, check_hashes=check_hashes)
 
     if read_with_retries(checkpoint, read).get("format") != FORMAT:
         raise MachineError(version_mismatch(checkpoint, "Train again."))
 
 
 def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Verify the content of every `ranks`-th file from index `rank` on: all ranks together verify all files.
+    """Verify the SHA-256 of every `ranks`-th file, starting at index `rank`: all ranks together verify all files.
 
     Raises as `verify` does. A missing file is treated as unreadable: another machine may see it later than rank 0.
     """
@@ -168,16 +168,16 @@ def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return complete checkpoints in ascending order of step; their content is not verified."""
-    return [path for path in _named_as_checkpoints(folder) if (path / MANIFEST).is_file()]
+    return [path for path in _all_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
-def _named_as_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints in order of step. Only complete ones get this name; a missing manifest was lost."""
+def _all_checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints in order of step. All were complete once: one without a manifest has lost it."""
     return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
-    """Return the checkpoint with the best evaluation (`pretrain.storage.runs.rank`); None if none was evaluated.
+    """Return the checkpoint with the lowest `pretrain.storage.runs.evaluation_key`; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`), so checkpoints of earlier phases are
     ignored once a later phase was evaluated. Checkpoints with a damaged state are ignored, too. Raises `MachineError`
@@ -265,11 +265,11 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
-    """Run `work` on every rank, then `conclude` on rank 0 with all results; by default, it returns rank 0's.
+    """Run `work` on every rank, then `conclude` on rank 0 with all results; by default, it returns rank 0's result.
 
-    On all ranks, returns the result of `conclude`, or raises the first error. Only rank 0 collects the results, so that
-    the work of other ranks does not grow with the world size. Every rank of the group calls this. An error that is
-    neither a `RunError` nor an `OSError` is logged, and also raised as a `MachineError`: the other ranks wait for it.
+    Every rank of the group calls this, and gets the result of `conclude` or the first error. Only rank 0 collects the
+    results, so that the work of other ranks does not grow with the world size. An error that is neither a `RunError`
+    nor an `OSError` is a bug: it is logged, and raised as a `MachineError`, so that no rank waits forever.
     """
     outcomes = group.collect_objects(_outcome(group, work))
     concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
@@ -338,7 +338,7 @@ class CheckpointReader:
         self._mapped = 0  # bytes read since files were last closed
         self._checkpoint = checkpoint
         manifest = checkpoint_manifest(checkpoint)
-        self.shapes: dict[str, list[int]] = manifest["shapes"]  # of the parameters
+        self.shapes: dict[str, list[int]] = manifest["shapes"]  # shape of each parameter
         files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
         self._fragments = FragmentIndex(manifest["fragments"], files)
 
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, stored in `file` as a tensor with the name suffix `start`."""
+    """Elements [start, stop) of a flattened parameter, stored in `file` as "<kind>|<parameter>|<start>"."""
 
     start: int
     stop: int
@@ -412,9 +412,9 @@ class FragmentIndex:
     def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredFragment]:
         """Yield the fragments that overlap [start, stop), in ascending order."""
         for entry in self._entries.get((kind, name), ()):
-            first, numel, parts = entry["start"], entry["numel"], entry.get("parts", 1)
-            first_part = max(0, (start - first) // numel)
-            end = min(parts, -(-(stop - first) // numel))
-            for part in range(first_part, end):
+            offset, numel, parts = entry["start"], entry["numel"], entry.get("parts", 1)
+            first_part = max(0, (start - offset) // numel)
+            stop_part = min(parts, -(-(stop - offset) // numel))
+            for part in range(first_part, stop_part):
                 file = self._files[int(entry["rank"]) + part]
-                yield StoredFragment(first + part * numel, first + (part + 1) * numel, file)
+                yield StoredFragment(offset + part * numel, offset + (part + 1) * numel, file)

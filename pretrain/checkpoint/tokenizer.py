@@ -35,7 +35,7 @@ class ModelTokenizer(NamedTuple):
 
     folder: Path  # the folder of its files
     tokenizer: Tokenizer  # truncation and padding off
-    special_ids: dict[str, int]  # role -> id
+    special_ids: dict[str, int]  # role of a special token (pad, mask, ...) -> its id
 
     @classmethod
     def read(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
@@ -52,10 +52,10 @@ class ModelTokenizer(NamedTuple):
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     """Read the tokenizer from a released model's folder or one of our runs, with truncation and padding off.
 
-    It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). The casing
-    comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), else from tokenizer.json;
-    else the model is cased if vocab.txt has entries with capital letters. transformers agrees, except if nothing is
-    declared: then it lower-cases cased models, too.
+    It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (byte-level BPE). The casing
+    comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), or else tokenizer.json. If
+    neither declares it, the model is cased if vocab.txt has entries with capital letters. transformers does the same,
+    except in the last case: then it lower-cases the text of cased models, too.
 
     Args:
         folder: the model's folder.
@@ -69,11 +69,11 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
 
 def _read_checked(folder: Path, rows: int | None) -> Tokenizer:
     tokenizer = read_files(folder)
-    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if rows is not None and last >= rows:
+    largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if rows is not None and largest_id >= rows:
         raise InputError(
-            f"{folder}: the tokenizer has ids up to {last}, but the model's word embeddings have {rows} rows. Add the "
-            "tokenizer that it was trained with to the folder."
+            f"{folder}: the tokenizer has ids up to {largest_id}, but the model's word embeddings have {rows} rows. "
+            "Add the tokenizer that it was trained with to the folder."
         )
     return tokenizer
 
@@ -87,7 +87,7 @@ def released_folder(folder: Path) -> Path:
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
     if is_run(folder) and "training" in settings.top_level_keys(folder / "config.yaml"):
-        raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
+        raise InputError(f"{folder}: an unfinished fine-tuning run has no model yet. Resume it first.")
     # Older versions of sentence-transformers
     inner = folder / "0_Transformer"
     return inner if (inner / "config.json").is_file() and not (folder / "config.json").is_file() else folder
@@ -106,15 +106,15 @@ def tokenizer_folder(folder: Path) -> Path:
     return corpus_of(folder, config_of(folder).corpus, _trained_tokenizer_digest(folder))
 
 
-def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
-    """Return the folder of a run's `corpus`. Its tokenizer must have the digest `trained_with`; "" allows any.
+def corpus_of(run: Path, corpus: CorpusConfig, expected_digest: str) -> Path:
+    """Return the folder of a run's `corpus`. Its tokenizer must have the digest `expected_digest`; "" allows any.
 
     Raises `InputError` if the corpus has another tokenizer now.
     """
-    for refresh in (False, True):  # a corpus at an address may have been prepared again since it was fetched
+    for refresh in (False, True):  # at an address, the corpus may have been prepared again since it was fetched
         folder = fetch_without_tokens(corpus, refresh=refresh)
         # A missing tokenizer is not reported here.
-        if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
+        if not expected_digest or not (folder / "vocab.txt").is_file() or expected_digest == tokenizer_digest(folder):
             return folder
     raise InputError(
         f"{corpus.folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
@@ -143,10 +143,10 @@ def copy_tokenizer(
     """Write a tokenizer to the folder `out` so that transformers reads the same one.
 
     Args:
-        tokenizer_class: class of transformers, if tokenizer_config.json names none.
-        max_positions: maximum number of tokens.
+        tokenizer_class: the tokenizer's class in transformers, if tokenizer_config.json names none.
+        max_positions: maximum number of tokens in a sequence.
         for_words: whether the model was trained on separate words: then every word gets a space before it, even the
-            first one and words that are passed as a list (transformers refuses them otherwise).
+            first one, and transformers accepts lists of words.
         fields: further fields of tokenizer_config.json.
     """
     tokenizer = _with_prefix_space(source.tokenizer) if for_words else source.tokenizer
@@ -154,9 +154,9 @@ def copy_tokenizer(
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    # transformers does not have defaults for every family.
-    special = {f"{role}_token": tokenizer.id_to_token(number) for role, number in source.special_ids.items()}
-    declared = {"tokenizer_class": tokenizer_class, **special, **declared_types(source.folder)}
+    # transformers does not have default special tokens for every family.
+    special_tokens = {f"{role}_token": tokenizer.id_to_token(index) for role, index in source.special_ids.items()}
+    declared = {"tokenizer_class": tokenizer_class, **special_tokens, **declared_types(source.folder)}
     declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):

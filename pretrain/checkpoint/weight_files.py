@@ -28,7 +28,7 @@ from pretrain.common.files import (
 from pretrain.storage.released import TORCH_SUFFIXES, WEIGHT_FILES
 
 WEIGHTS = WEIGHT_FILES[0]
-FOR_TRANSFORMERS = {"format": "pt"}  # metadata of a file; without it, transformers 4.x refuses it
+FOR_TRANSFORMERS = {"format": "pt"}  # metadata of a safetensors file that transformers 4.x requires
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     torch file in the folder. If the folder has our manifest, the files must match it.
 
     Raises:
-        InputError: there are no weights, or they are damaged, incomplete or contain other objects than tensors.
+        InputError: there are no weights, or they are damaged, incomplete or contain objects other than tensors.
     """
     path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):
@@ -51,18 +51,18 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; then add a manifest and rename it to `out`, replacing an earlier export.
 
     Other files in `out` are kept, as is a symbolic link to it. An error leaves `out` unchanged; a kill between two
-    renames leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if a file in it that no export
-    wrote has the name of a new one.
+    renames leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if one of the new files would
+    replace a file that no export wrote.
     """
     out = out.resolve() if out.is_symlink() else out
-    others = _other_files(out)
+    other_files = _other_files(out)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
-            if clash := next((path for path in others if path.parent != out or (temporary / path.name).exists()), None):
+            if clash := next((p for p in other_files if p.parent != out or (temporary / p.name).exists()), None):
                 raise InputError(f"{clash}: no export wrote it, and this one would overwrite it. Move it, then retry.")
             for path in temporary.rglob("*"):
                 if path.is_dir():
@@ -71,7 +71,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
             write_manifest(temporary, {"format": 1})
-            _replace_folder(temporary, out, others)
+            _replace_folder(temporary, out, other_files)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -81,17 +81,17 @@ def _other_files(out: Path) -> list[Path]:
 
     `InputError` if `out` is neither an export nor empty.
     """
-    inside = list(out.iterdir()) if out.is_dir() else []
-    if not inside and not (out.exists() and not out.is_dir()):
+    children = list(out.iterdir()) if out.is_dir() else []
+    if not children and not (out.exists() and not out.is_dir()):
         return []
     # Corpora and checkpoints have a manifest, too.
     files = read_manifest(out)["files"] if (out / MANIFEST).is_file() else {}
     if "config.json" not in files:
         raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
     exported = {MANIFEST, *(Path(name).parts[0] for name in files)}
-    within = [path for name in exported for path in (out / name).rglob("*") if path.is_file()]
-    others = [path for path in within if path.relative_to(out).as_posix() not in files]
-    return [path for path in inside if path.name not in exported] + others
+    in_folders = [path for name in exported for path in (out / name).rglob("*") if path.is_file()]
+    other_files = [path for path in in_folders if path.relative_to(out).as_posix() not in files]
+    return [path for path in children if path.name not in exported] + other_files
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -102,9 +102,9 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         save_file(tensors, path, metadata)
         path.chmod(mode)  # safetensors gives only the owner access, ignoring the umask
     except SafetensorError as error:
-        # safetensors puts the operating system's error into a message; restore its number.
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else 0, str(error)) from error
+        # safetensors reports an error of the operating system only in its message; restore the errno.
+        match = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(match[1]) if match else 0, str(error)) from error
 
 
 def _only_torch_file(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def _only_torch_file(folder: Path) -> Path:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    shards: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map. Download it again.")
@@ -131,14 +131,14 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         # An untrusted index must not refer to files outside its folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise InputError(f"{index}: names the file {file!r}; only files in the same folder are read.")
-        shards.setdefault(file, set()).add(name)
+        names_by_file.setdefault(file, set()).add(name)
     tensors: dict[str, Tensor] = {}
-    for file, names in sorted(shards.items()):
+    for file, names in sorted(names_by_file.items()):
         if not (index.parent / file).is_file():
             raise InputError(f"{index.parent / file}: not found, but listed in {index.name}. Download it too.")
         shard = _read_file(index.parent / file)
-        if absent := sorted(names - shard.keys()):
-            raise InputError(f"{index.parent / file}: has no {absent[0]}, but {index.name} lists it.")
+        if missing := sorted(names - shard.keys()):
+            raise InputError(f"{index.parent / file}: has no {missing[0]}, but {index.name} lists it.")
         tensors |= shard
     return tensors
 
@@ -169,10 +169,10 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = content.items() if isinstance(content, Mapping) else ()
-    named = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
-    if not named:
+    by_name = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
+    if not by_name:
         raise InputError(f"{path}: is not a mapping of names to tensors. Use the weights of a model.")
-    return named
+    return by_name
 
 
 def _check_manifest(path: Path) -> None:
@@ -185,8 +185,8 @@ def _check_manifest(path: Path) -> None:
         raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was changed. Export again.")
 
 
-def _replace_folder(temporary: Path, out: Path, others: Sequence[Path]) -> None:
-    """Rename `temporary` to `out`. An earlier `out` is moved away, and removed after moving `others` back."""
+def _replace_folder(temporary: Path, out: Path, other_files: Sequence[Path]) -> None:
+    """Rename `temporary` to `out`. An earlier `out` is moved away, and removed after moving `other_files` back."""
     fsync_folder(temporary)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():
@@ -197,7 +197,7 @@ def _replace_folder(temporary: Path, out: Path, others: Sequence[Path]) -> None:
         if old.exists():
             old.rename(out)
         raise
-    for path in others:
+    for path in other_files:
         (old / path.name).rename(path)
     fsync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -41,11 +41,11 @@ class CheckpointShard:
     """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and an index."""
 
     tensors: dict[str, Tensor]
-    entries: list[dict[str, Any]]  # name, start, numel and kinds of each fragment
+    entries: list[dict[str, Any]]  # the index: name, start, numel and kinds of each fragment
 
 
 def shard_name(group: SavingGroup) -> str:
-    """Return the name of the file of a checkpoint that this rank writes."""
+    """Return the name of the file that this rank writes in a checkpoint."""
     return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
@@ -57,7 +57,7 @@ def save(folder: Path, step: int, fragments: Iterable[FragmentLike], state: dict
 def take_shard(
     fragments: Iterable[FragmentLike], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
 ) -> CheckpointShard:
-    """Return the tensors that this rank writes: its sharded ones, and an equal part of the replicated ones.
+    """Return what this rank writes: its sharded tensors, and an equal part of the replicated ones.
 
     Replicated tensors are split as one concatenated sequence, so that each further rank splits only one more fragment.
     `copy` is called with each tensor's key and a view of the optimizer's tensor, which the next step modifies.
@@ -65,14 +65,14 @@ def take_shard(
     tensors: dict[str, Tensor] = {}
     entries = []
     fragments = list(fragments)
-    for fragment, piece in zip(fragments, _slices_to_write(fragments, group), strict=True):
-        if piece.start >= piece.stop:
+    for fragment, part in zip(fragments, _slices_to_write(fragments, group), strict=True):
+        if part.start >= part.stop:
             continue
-        start = fragment.start + piece.start
+        start = fragment.start + part.start
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[piece].detach())
-        entry = {"name": fragment.name, "start": start, "numel": piece.stop - piece.start}
+            tensors[key] = copy(key, tensor[part].detach())
+        entry = {"name": fragment.name, "start": start, "numel": part.stop - part.start}
         entries.append({**entry, "kinds": list(fragment.tensors)})
     return CheckpointShard(tensors, entries)
 
@@ -179,9 +179,9 @@ def _write_manifest(tmp: Path, shards: list[dict[str, Any]], state: dict[str, An
 
 
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the entries {name, start, numel, kinds, rank} of all ranks, with one for equal parts on consecutive ranks.
+    """Merge the entries {name, start, numel, kinds, rank} of all ranks: equal parts on consecutive ranks become one.
 
-    A merged entry has the start and rank of the first part, and their number as `parts`.
+    A merged entry has the start and rank of the first part, and the number of parts as `parts`.
     """
     merged: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: (entry["name"], entry["kinds"], entry["start"])):

@@ -1,9 +1,8 @@
 """Addresses of object stores, such as s3://bucket/runs/mini, and the local folder of each.
 
-Data at an address is used through its local folder: fetched into it, or written there and then stored. The folder is
-in `~/.cache/bertrain`, or in the folder that the environment variable BERTRAIN_CACHE names. While a run trains, its
-folder is in the one that BERTRAIN_RUNS names, if that is set: all machines of the run must share it, while each machine
-may have a separate cache.
+Data at an address is used through its local folder: it is fetched into that folder, or written there and then stored.
+The local folder is in `~/.cache/bertrain`, or in BERTRAIN_CACHE (an environment variable). While a run trains, its
+local folder is in BERTRAIN_RUNS, if that is set: all machines of the run must share it, but not the cache.
 """
 
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 
 CACHE_VARIABLE, RUNS_VARIABLE = "BERTRAIN_CACHE", "BERTRAIN_RUNS"
 SCHEMES = ("s3", "gs", "abfs", "az", "hf")
-READ_ONLY = ("hf",)  # each write to the Hub is a commit, and the Hub limits the number of commits
+_READ_ONLY_SCHEMES = ("hf",)  # each write to the Hub is a commit, and the Hub limits the number of commits
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -36,7 +35,7 @@ def check_address(address: str, *, for_writing: bool = False) -> None:
         raise ValueError(
             f"{address!r} does not name a file or folder in a bucket. Use an address such as {scheme}://bucket/folder."
         )
-    if for_writing and scheme in READ_ONLY:
+    if for_writing and scheme in _READ_ONLY_SCHEMES:
         raise ValueError(f"{address!r} is read-only. Use a local path, or an address with s3://, gs:// or abfs://.")
 
 
@@ -46,7 +45,7 @@ def cache_folder() -> Path:
 
 
 def local_path(location: Path | str) -> Path:
-    """Return the local folder or file of an address; a path is returned with ~ expanded."""
+    """Return the local folder or file of an address. A path is returned with ~ expanded."""
     return _path_below(cache_folder(), location)
 
 
@@ -56,7 +55,7 @@ def runs_folder() -> Path:
 
 
 def local_run(location: Path | str) -> Path:
-    """Return the local folder in which the run at an address trains; a path is returned with ~ expanded."""
+    """Return the local folder in which the run at an address trains. A path is returned with ~ expanded."""
     return _path_below(runs_folder(), location)
 
 
@@ -77,7 +76,7 @@ def _path_below(folder: Path, location: Path | str) -> Path:
 
 
 def hub_hint(name: Path | str) -> str:
-    """Return a question to append to the error about a missing folder if `name` looks like a model on the Hub."""
+    """Return a question to append to the error about the missing folder `name`; "" unless it looks like a Hub model."""
     is_hub_name = _HUB_NAME.fullmatch(str(name)) and not Path(name).parent.exists()
     return f" Did you mean hf://{name}?" if is_hub_name else ""
 

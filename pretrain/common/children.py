@@ -6,12 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-_GRACE_SECONDS = 20  # in which a program can stop its child processes and remove its temporary files
+_GRACE_SECONDS = 20  # time for a program to stop its child processes and remove its temporary files
 
 
 @contextlib.contextmanager
 def unwind_on_sigterm() -> Iterator[None]:
-    """While entered, SIGTERM raises `SystemExit`, which removes temporary folders and stops the child."""
+    """While entered, SIGTERM raises `SystemExit`, so that temporary folders are removed and the child is stopped."""
     previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield

@@ -31,7 +31,7 @@ EXIT_CODES = (
 # Set when this process starts to compile: on exit, torch would wait up to five minutes for compilations.
 compilation_started = threading.Event()
 
-# Commands with --import: they read recorded configs, which import custom modules only with this option.
+# Commands with --import. They read recorded configs, whose custom modules are imported only with this option.
 _IMPORT_COMMANDS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
 _IMPORT_COMMANDS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
 
@@ -48,12 +48,12 @@ def program() -> str:
 
 
 def run_for_exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> int:
-    """Call `run` and return its exit code, 0 for None. `ends_process`: the caller exits with this code.
+    """Call `run` and return its exit code (0 for None). With `ends_process`, the caller exits with this code.
 
     A `RunError` is printed as `error: ...` and determines the exit code. A bug keeps its traceback. If the reader of
     the output exits, as `head` does, the command exits silently with the code of SIGPIPE. SIGTERM acts like Ctrl-C.
 
-    If one of several processes under torchrun fails, it exits immediately (see `_has_nccl_group`), as does a
+    If one of several processes under torchrun fails, it exits immediately (see `_has_nccl_group`), and so does a
     process that is stopped while it compiles.
     """
     try:
@@ -112,7 +112,7 @@ def _reader_exited() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts options between positional arguments: `evaluate RUN --precision fp32 FILE`; errors are one line.
+    """Accepts options between positional arguments (`evaluate RUN --precision fp32 FILE`), and prints one-line errors.
 
     argparse itself closes a list at the next option, and sets optional positional arguments to defaults too early.
     """
@@ -124,9 +124,9 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_nested = True  # parse_known_intermixed_args calls this method again
         try:
-            dots = "" if "--" in (args or ()) else r"( \.\.\.)?"  # everything after -- belongs to the list
-            optional = re.search(rf" \[[A-Z]+{dots}\](?!\])", self.format_usage())
-            parse = self.parse_known_intermixed_args if optional else super().parse_known_args
+            ellipsis = "" if "--" in (args or ()) else r"( \.\.\.)?"  # everything after -- belongs to the list
+            has_optional = re.search(rf" \[[A-Z]+{ellipsis}\](?!\])", self.format_usage())
+            parse = self.parse_known_intermixed_args if has_optional else super().parse_known_args
             parsed, unknown = parse(args, namespace)
         finally:
             self._is_nested = False
@@ -156,7 +156,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 
 def check_effects(options: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise `InputError` for an option without effect. `options`: name -> (value, whether it has one, why not)."""
+    """Raise `InputError` for an option without effect. `options`: name -> (value, whether it has an effect, reason)."""
     for option, (value, has_effect, reason) in options.items():
         if value and not has_effect:
             raise InputError(f"{option}: has no effect {reason}. Leave it out.")
@@ -190,7 +190,7 @@ def add_command(
         name: the command.
         function: called with the parsed arguments; stored as `arguments.command`.
         purpose: one sentence without its full stop, in the imperative mood.
-        examples: lines of example commands that call the program ./launch.sh.
+        examples: lines with example commands, which start with ./launch.sh.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -273,9 +273,9 @@ def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help=purpose)
 
 
-def location_help(what: str) -> str:
-    """Return the help text of an argument that `run_argument` parses."""
-    return f"folder or address of {what}, or name of a run in runs/"
+def location_help(noun: str) -> str:
+    """Return the help text of an argument that `run_argument` parses; `noun` is the object that it locates."""
+    return f"folder or address of {noun}, or name of a run in runs/"
 
 
 WORKERS_DEFAULT = "default: one for each GPU; without GPUs 2, or 1 on a single core"

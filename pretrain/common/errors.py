@@ -65,10 +65,10 @@ class StoppedError(RunError):
 
     exit_code = 75
     CONTINUE = " Continue with --resume."  # the last sentence of a message
-    BETWEEN = "stopped before the next step." + CONTINUE  # the message if no step was in progress
+    BETWEEN_STEPS = "stopped before the next step." + CONTINUE  # the message if no step was in progress
 
-    def again(self) -> "StoppedError":
-        """Return the error for a command that resumes automatically when it is run again."""
+    def for_rerun(self) -> "StoppedError":
+        """Return the error with the advice for a command that resumes if it is simply run again."""
         message = " ".join(str(self).removesuffix(self.CONTINUE).split())
         return type(self)(f"{message} Run the same command again to continue.")
 

@@ -1,4 +1,4 @@
-"""Custom modules of the user, named in a config or an option: kinds, metrics and callbacks from other packages.
+"""Custom modules of the user, named in a config or an option: kinds (`common.kinds`), metrics and callbacks.
 
 They are searched for on Python's path, then in the config's folder, then in the current folder. A module is imported
 only if the user requests it: with the config of a run that starts, with --import, or with an import in the user's
@@ -25,7 +25,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
 ENV_VAR = "BERTRAIN_MODULES"
-"""The environment variable with the modules that the user requested: `_requested()` as JSON. Workers inherit it."""
+"""The environment variable with the modules that the user requested (`_requested()` as JSON). Workers inherit it."""
 
 _OUR_PACKAGES = ("pretrain", "finetune", "cluster")
 
@@ -61,8 +61,8 @@ def is_custom(name: str) -> bool:
 
 def check_name(name: str, *, with_attribute: bool = False) -> None:
     """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` if `with_attribute`."""
-    module, colon, inner = name.partition(":")
-    parts = [*module.split("."), *([inner] if colon else [])]
+    module, colon, attribute = name.partition(":")
+    parts = [*module.split("."), *([attribute] if colon else [])]
     if not all(map(str.isidentifier, parts)) or bool(colon) != with_attribute or not (colon or is_custom(name)):
         form = "my_package.module:name" if with_attribute else "my_package.module"
         raise ValueError(f"{name!r} is not a dotted name such as {form}")
@@ -80,11 +80,11 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     loaded = set(sys.modules)
     for name in modules:
         load_custom(name)
-    new = {*requested["names"], *(set(sys.modules) - loaded)}
-    packages = sorted({name.partition(".")[0] for name in new} - set(_OUR_PACKAGES))
+    imported = {*requested["names"], *(set(sys.modules) - loaded)}
+    packages = sorted({name.partition(".")[0] for name in imported} - set(_OUR_PACKAGES))
     paths = [_path(sys.modules[package]) for package in packages if package in sys.modules]
-    found = [str(path) for path in paths if str(path.parent) in requested["folders"]]
-    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *found]))})
+    carried = [str(path) for path in paths if str(path.parent) in requested["folders"]]
+    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *carried]))})
 
 
 def load_custom(name: str) -> Any:
@@ -93,10 +93,10 @@ def load_custom(name: str) -> Any:
     Raises `InputError` if it was not requested, is not found, raises on import, or has no such attribute.
     """
     module_name, colon, attribute = name.partition(":")
-    # A recorded config may name the class of a kind in an imported module, but no arbitrary function, as of os.
+    # A recorded config may name a kind in a module that is already imported, but not any function, such as os:system.
     if (colon or module_name not in sys.modules) and module_name not in _requested()["names"]:
         raise InputError(
-            f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
+            f"{name}: a recorded config names this module, but does not cause its import. If you trust the module, "
             f"add --import {module_name}, or import it in your program."
         )
     module = sys.modules.get(module_name) or _import(module_name)
@@ -114,9 +114,9 @@ def ship_modules(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
     if ENV_VAR not in os.environ:
         return environment
     requested = _requested()
-    for top in map(Path, requested["carried"]):
-        for file in [top] if top.is_file() else sorted(top.rglob("*.py")):
-            copy = staging / file.relative_to(top.parent)
+    for package in map(Path, requested["carried"]):
+        for file in [package] if package.is_file() else sorted(package.rglob("*.py")):
+            copy = staging / file.relative_to(package.parent)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     folder = {"working_dir": str(staging)} if requested["carried"] else {}
@@ -131,14 +131,14 @@ def imported_modules() -> dict[str, ModuleType]:
 
 def module_hashes() -> dict[str, str]:
     """Return the SHA-256 of each requested module's file, and of the modules that they import from the same folders."""
-    tops = tuple(f"{Path(path).stem}." for path in _requested()["carried"])
-    names = [name for name in sys.modules if name in _requested()["names"] or f"{name}.".startswith(tops)]
+    prefixes = tuple(f"{Path(path).stem}." for path in _requested()["carried"])
+    names = [name for name in sys.modules if name in _requested()["names"] or f"{name}.".startswith(prefixes)]
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
 
 
 def _requested() -> dict[str, list[str]]:
-    """Return the modules' `names`, the `folders` to search, and the packages there to copy to workers (`carried`)."""
+    """Return `names` of modules, `folders` to search, and paths in these folders to copy to workers (`carried`)."""
     return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ENV_VAR, "{}"))}
 
 
@@ -176,8 +176,8 @@ def _raised_message(name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     folders = tuple(_requested()["folders"])
     frames = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename] or frames
-    last = next((frame for frame in reversed(frames) if frame.filename.startswith(folders)), frames[-1])
-    where = (last.filename, last.lineno) if not isinstance(error, SyntaxError) else (error.filename, error.lineno)
+    frame = next((frame for frame in reversed(frames) if frame.filename.startswith(folders)), frames[-1])
+    where = (frame.filename, frame.lineno) if not isinstance(error, SyntaxError) else (error.filename, error.lineno)
     reason = (str(error).strip().splitlines() or [""])[0]
     return (
         f"{where[0]}:{where[1]}: {name} raises {type(error).__name__} when it is imported ({reason}). For its "

@@ -29,9 +29,9 @@ UNTRAINED = "step-00000000"  # the checkpoint that a new run saves to test its l
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _HASH_KEY = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_POINTER = b"version https://git-lfs."
-_OTHER_FILES = 4096  # open files besides the counted ones: more than the sockets and logs of a large run need
+_REMOTE_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_LFS_POINTER = b"version https://git-lfs."
+_SPARE_FILES = 4096  # number of further files to allow: more than the sockets and logs of a large run
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # Errors of paths that this user cannot create or write.
@@ -42,8 +42,8 @@ _NOT_WRITABLE = (
 
 
 def check_local(path: Path | str) -> None:
-    """Raise `ValueError` if `path` is a remote address such as s3://bucket/run; it would become a local folder."""
-    if _REMOTE.match(str(path)):
+    """Raise `ValueError` if `path` is an address such as s3://bucket/run, which would become a local folder's name."""
+    if _REMOTE_ADDRESS.match(str(path)):
         raise ValueError(
             f"{str(path)!r} is a remote address; only local paths are supported. "
             "Mount or copy it, and use the local path."
@@ -127,7 +127,7 @@ def check_outputs_differ(outputs: Iterable[Path], inputs: Iterable[Path | str]) 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise `InputError` if Git LFS left a pointer in place of the file."""
     with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise InputError(
                 f"{path}: a Git LFS pointer, not the file itself. Run `git lfs pull` in its repository, or download it."
             )
@@ -167,7 +167,7 @@ def allow_open_files(count: int) -> int:
     descriptors, so the limit is not raised further than needed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _OTHER_FILES
+    needed = count + _SPARE_FILES
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and limit > soft:
         with contextlib.suppress(OSError, ValueError):
@@ -178,12 +178,10 @@ def allow_open_files(count: int) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: str = "") -> Iterator[bool]:
-    """Hold the lock file `path` for this process.
+    """Hold the lock file `path` for this process; the kernel releases it when the process exits for any reason.
 
-    If another process holds it, raises `InputError(refusal)`; without a refusal it waits for the lock.
-
-    The kernel releases the lock when the process exits for any reason. Yields whether the lock is held: on a file
-    system without locks a warning is logged and work continues, since users can rarely change the mount.
+    If another process holds it, raises `InputError(refusal)`, or waits if `refusal` is empty. Yields whether the lock
+    is held: on a file system without locks, a warning is logged and work continues, as users can rarely change that.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +251,7 @@ def manifest_bytes(manifest: dict[str, Any]) -> bytes:
 
 
 def is_our_manifest(manifest: Any) -> bool:
-    """Return whether `put_manifest` wrote this manifest, rather than another program."""
+    """Return whether `put_manifest` wrote this manifest, not another program."""
     return isinstance(manifest, dict) and _HASH_KEY in manifest
 
 
@@ -263,7 +261,7 @@ def _manifest_hash(manifest: dict[str, Any]) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Return the names of a run folder's finished checkpoints, oldest first, without renamed (set aside) ones."""
+    """Return the names of a run folder's complete checkpoints, oldest first, without the damaged ones set aside."""
     names = (path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     return sorted(name for name in names if CHECKPOINT_NAME.fullmatch(name))
 
@@ -303,8 +301,8 @@ def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
-    """Check the manifest of `folder` and its files: sizes always, SHA-256 with `content`. Returns the manifest.
+def verify_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
+    """Check the manifest of `folder` and its files: sizes, and with `check_hashes` SHA-256. Returns the manifest.
 
     Raises `InputError` with the first file that is missing, has the wrong size or was changed.
     """
@@ -321,16 +319,16 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
                 f"{path}: {size} bytes, but {expected['bytes']} in the manifest; truncated or changed. "
                 "Restore the file or create the folder again."
             )
-        if content:
+        if check_hashes:
             verify_content(path, expected)
     return manifest
 
 
-def is_intact(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
-    """Return whether a file matches the size in its manifest entry and, with `content`, the SHA-256."""
+def is_intact(path: Path, entry: Mapping[str, Any], *, check_hashes: bool) -> bool:
+    """Return whether a file matches the size in its manifest entry and, with `check_hashes`, the SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
-    return not content or sha256_file(path) == entry["sha256"]
+    return not check_hashes or sha256_file(path) == entry["sha256"]
 
 
 def verify_content(path: Path, expected: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.common.errors import RunError
 
 POLL_SECONDS = 0.5
-STUCK_SECONDS = 6.0  # limit for the main thread to return from library code, such as a wait for another machine
+STUCK_SECONDS = 6.0  # time limit for the main thread to return from library code, such as a wait for another machine
 _SIGNAL = signal.SIGUSR2  # signals also interrupt waits for locks and for child processes, such as a C++ compiler
 
 
@@ -26,7 +26,7 @@ class Interrupts:
     """While entered in the main thread, raises `Interrupted` there `patience` seconds after a stop was requested.
 
     Attributes:
-        patience: seconds from a stop request to the interrupt: 0 at entry, while nothing needs saving; inf: never.
+        patience: seconds from a stop request to the interrupt. 0 at entry, when nothing needs saving; inf means never.
         on_stuck: called in another thread if `patience` is 0 and the main thread does not return from library code.
     """
 
@@ -34,7 +34,7 @@ class Interrupts:
         self.patience = math.inf
         self.on_stuck: Callable[[], None] = lambda: None
         self._stop_requested = stop_requested
-        self._requested_at = math.inf  # time at which the request was seen
+        self._requested_at = math.inf  # time at which this process first saw the request
         self._exited = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="stop-watch")
         self._previous_handler: Any = None
@@ -52,14 +52,14 @@ class Interrupts:
         patience, self.patience = self.patience, math.inf
         if self._watcher.is_alive():
             self._exited.set()
-            self._watcher.join()  # it sends no further signal
+            self._watcher.join()  # so that it sends no further signal
             signal.signal(_SIGNAL, self._previous_handler)
             sys.unraisablehook = self._previous_hook
         self._raise_if_stopped(error, patience)
 
     @contextlib.contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """Allow interrupting the block after `seconds`, but not the code after it."""
+        """Allow interrupting the block `seconds` after a stop request, but not the code after the block."""
         self.patience = seconds
         try:
             yield

@@ -1,4 +1,4 @@
-"""Kinds that are one module of a package each, such as kinds of sources: to add a kind, add a file.
+"""Kinds, such as the kinds of sources, each of which is a module of a package: to add a kind, add a file.
 
 A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
 any kind. A module is imported when its kind is used. A name with a dot is a custom module
@@ -65,12 +65,12 @@ def load_kind(package: str, name: str) -> ModuleType:
 def import_kind(package: str, name: str, folder: Path | None) -> None:
     """Import a custom module, and check it as `load_kind` does.
 
-    Raises `InputError`, which suggests a similar built-in kind if the module is not found.
+    Raises `InputError`. If the module is not found, the error suggests a similar built-in kind.
     """
     try:
         extensions.import_modules([name], folder)
     except InputError as error:
-        found = name.partition(".")[0] in sys.modules
-        nearest = "" if found else did_you_mean(name.rpartition(".")[2], kind_names(package))
+        has_package = name.partition(".")[0] in sys.modules
+        nearest = "" if has_package else did_you_mean(name.rpartition(".")[2], kind_names(package))
         raise InputError(f"{error}{nearest and f' Of the built-in kinds, {nearest}'}") from None
     load_kind(package, name)

@@ -12,8 +12,8 @@ from pathlib import Path
 from pretrain.common.files import write_json
 from pretrain.common.thread_waits import waited_seconds
 
-_MAX_WAIT_SHARE = 0.03  # a result is cached only if no thread waited for a core for a larger share of the time
-_CPU = Path("/proc/cpuinfo")
+_MAX_WAIT_SHARE = 0.03  # maximum share of the time that a thread may wait for a core if the result is to be cached
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def cached_rate(name: str, measure: Callable[[], float]) -> float:
@@ -22,8 +22,8 @@ def cached_rate(name: str, measure: Callable[[], float]) -> float:
     Results are cached per machine, set of cores and torch version, and only if other programs left the cores idle
     during the measurement. If the system does not record that, every call measures.
     """
-    key = " | ".join([name, *_machine()])
-    cached = _read()
+    key = " | ".join([name, *_machine_key()])
+    cached = _read_rates()
     if isinstance(cached.get(key), float):
         return cached[key]
     before, started = waited_seconds(), time.monotonic()
@@ -32,7 +32,7 @@ def cached_rate(name: str, measure: Callable[[], float]) -> float:
     if before and max(after[thread] - before.get(thread, 0.0) for thread in after) < _MAX_WAIT_SHARE * seconds:
         with contextlib.suppress(OSError):  # home folder not writable: the next run measures again
             rates_file().parent.mkdir(parents=True, exist_ok=True)
-            write_json(rates_file(), {**_read(), key: value})
+            write_json(rates_file(), {**_read_rates(), key: value})
     return value
 
 
@@ -42,7 +42,7 @@ def rates_file() -> Path:
     return Path(cache) / "bertrain" / "rates.json"
 
 
-def _read() -> dict[str, float]:
+def _read_rates() -> dict[str, float]:
     try:
         cached = json.loads(rates_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -52,16 +52,16 @@ def _read() -> dict[str, float]:
 
 def cpu_has(flag: str) -> bool:
     """Return whether this CPU has a feature; `flag` is its name in /proc/cpuinfo."""
-    return flag in _cpu("flags").split()
+    return flag in _cpuinfo("flags").split()
 
 
-def _cpu(field: str) -> str:
-    lines = _CPU.read_text(errors="replace").splitlines() if _CPU.exists() else []
+def _cpuinfo(field: str) -> str:
+    lines = _CPUINFO.read_text(errors="replace").splitlines() if _CPUINFO.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def _machine() -> tuple[str, ...]:
-    cpu = _cpu("model name")
+def _machine_key() -> tuple[str, ...]:
+    cpu = _cpuinfo("model name")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return platform.node(), cpu, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"

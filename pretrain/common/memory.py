@@ -17,7 +17,7 @@ def hold_freed_memory(max_bytes: int = -1) -> None:
     quarter of a BERT-Base step on CPU (docs/benchmarks/lab-notes.md).
 
     Args:
-        max_bytes: maximum number of bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
+        max_bytes: maximum number of free bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
     """
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, max_bytes), (_M_TOP_PAD, 64 << 20)):
         _call("mallopt", option, value)
@@ -49,7 +49,7 @@ def machine_memory() -> tuple[int, int]:
 def control_groups(controller: str) -> list[Path]:
     """Return the folders of this process's control group (cgroup v2 or v1) and of all its ancestors.
 
-    If a container sees the host's name of its group, only the outermost folder exists: the container's group.
+    In a container, the group's name may be the host's: then only the outermost folder exists, the container's group.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux
@@ -63,7 +63,7 @@ def control_groups(controller: str) -> list[Path]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and free bytes of each control group with a limit. The file cache is free: it can be reclaimed."""
+    """Yield limit and free bytes of each control group that has a limit. The file cache counts as free memory."""
     for folder in control_groups("memory"):
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),

@@ -22,7 +22,7 @@ EXTRAS = {
     "wandb": ("wandb", "wandb_workspaces"),
 }
 
-OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # our packages -> a folder in each
+MARKER_FOLDERS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # our package -> a folder in it
 
 
 def is_installed(module: str) -> bool:
@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
         return sys.modules[module] is not None
     with contextlib.suppress(ImportError):
         spec = importlib.util.find_spec(module)
-        return spec is not None and spec.origin is not None  # a folder wandb with W&B's runs has no origin
+        return spec is not None and spec.origin is not None  # a folder of W&B runs, named wandb, has no origin
     return False
 
 
@@ -50,7 +50,7 @@ def expect(purpose: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def convert_import_errors(purpose: str) -> Iterator[None]:
-    """Convert an import error of a module that an extra installs to `expect`'s `MachineError` for `purpose`."""
+    """If a module that an extra installs is missing, raise the `MachineError` of `expect` for `purpose`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -65,5 +65,5 @@ def check_not_shadowed(*names: str, path: Sequence[str] | None = None) -> None:
     for name in names:
         if (spec := PathFinder.find_spec(name, path)) is not None:
             folders = list(spec.submodule_search_locations or ())
-            if not any(Path(folder, OURS[name]).is_dir() for folder in folders):
+            if not any(Path(folder, MARKER_FOLDERS[name]).is_dir() for folder in folders):
                 raise InputError(f"{spec.origin or folders[0]} hides bertrain's package {name}. Rename it.")

@@ -1,4 +1,4 @@
-"""Reads rows of delimited text, in which quotes may enclose cells or belong to their content.
+"""Reads rows of delimited text (CSV, TSV), in which quotes may enclose cells or belong to their content.
 
 The input is an iterable of lines with any line terminator, as a stream opened with `newline=""` yields them.
 """
@@ -22,10 +22,10 @@ class QuotingError(ValueError):
         self.line, self.reason = line, reason
 
 
-def split_lines(text: Iterable[str]) -> Iterator[str]:
+def split_lines(lines: Iterable[str]) -> Iterator[str]:
     """Split at "\\n" and "\\r\\n" only; other characters that Python treats as line breaks may occur in a line."""
     parts: list[str] = []
-    for part in text:
+    for part in lines:
         parts.append(part)
         if part.endswith("\n"):
             yield "".join(parts).removesuffix("\n").removesuffix("\r")
@@ -34,26 +34,26 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
         yield last
 
 
-def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, cells) of each row; quotes are ordinary. Blank rows are skipped unless in a single column."""
-    is_single = False
+def bare_rows(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number, cells) of each row; quotes are ordinary. Skips blank rows if there are several columns."""
+    is_single_column = False
     blank: list[int] = []  # line numbers of blank rows in a single column, yielded if another row follows
     has_rows = False
-    for number, line in enumerate(split_lines(text), 1):
+    for number, line in enumerate(split_lines(lines), 1):
         if line:
-            is_single = is_single if has_rows else delimiter not in line
+            is_single_column = is_single_column if has_rows else delimiter not in line
             has_rows = True
             yield from ((blank_number, [""]) for blank_number in blank)
             blank.clear()
             yield number, line.split(delimiter)
-        elif is_single:
+        elif is_single_column:
             blank.append(number)
 
 
-def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of its first line, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
+def quoted_rows(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield (first line's number, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # the default is 128 kB
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     first_line = 1
     try:
         for cells in reader:
@@ -64,9 +64,9 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
         raise QuotingError(first_line, str(error)) from None
 
 
-def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
-    """Raise `InputError`, which names the `setting`, if a cell starts with a quote: its meaning is ambiguous."""
-    for line, cells in bare_rows(text, delimiter):
+def refuse_quoted(lines: Iterable[str], delimiter: str, path: object, setting: str) -> None:
+    """Raise `InputError`, naming the `setting` to change, if a cell starts with a quote, whose meaning is ambiguous."""
+    for line, cells in bare_rows(lines, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(
                 f"{path}:{line}: the cell {quoted[:60]} starts with a quote. Set {setting} to standard if quotes "

@@ -13,10 +13,10 @@ from pretrain.common.files import atomic_open
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
-"""Prefix of the fields of an evaluation with the loss on a source; the source's name follows."""
+"""Prefix of an evaluation's fields with the loss on one source, whose name follows."""
 
 _STRING_FIELDS = ("split", "event", "message", "error")
-# Larger values, infinities and NaN break the arithmetic of reports.
+# Limit of values: larger ones, infinities and NaN break the arithmetic of reports.
 _LARGEST = 1e300
 # The end of the year 9999, the last that datetime supports.
 _LATEST_TIME = 253_402_300_799
@@ -45,7 +45,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
 def append_end_event(run_dir: Path, event: str, message: str, saved_step: int) -> None:
     """Append the event that ended the run, replacing an incomplete last line.
 
-    A stop event gets the step `saved_step`, others get the last training step. Does nothing if both are 0.
+    A stop event gets the step `saved_step`; other events get the last training step. Does nothing if both are 0.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -96,8 +96,8 @@ def _checked_record(line: bytes) -> dict[str, Any]:
     for key, value in record.items():
         expected = _expected_type(key, value, in_event="event" in record)
         if expected:
-            shown = repr(value)
-            raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
+            text = repr(value)
+            raise ValueError(f"{key} is {text[:60]}{'...' * (len(text) > 60)}; expected {expected}")
     return record
 
 
@@ -139,7 +139,7 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with null in place of NaN and infinities, which JSON does not have."""
+    """Return the record with None (JSON's null) in place of NaN and infinities, which JSON does not have."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -158,7 +158,7 @@ class Metric(NamedTuple):
     live: bool = False  # whether the progress line during training shows it
 
     def text(self, value: float, extra_digits: int = 0) -> str:
-        """Format the value for display, with this many digits more than in progress lines."""
+        """Format the value for display, with `extra_digits` more digits than in progress lines."""
         return f"{value:.{1 + extra_digits}%}" if self.unit == "fraction" else f"{value:.{3 + extra_digits}f}"
 
     def line(self, value: float) -> str:
@@ -171,5 +171,5 @@ NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 
 def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:
     """Format the metrics that a record contains, each with its short label."""
-    shown = ((metric, record.get(name)) for name, metric in metrics.items() if metric.short)
-    return [metric.line(value) for metric, value in shown if value is not None]
+    values = ((metric, record.get(name)) for name, metric in metrics.items() if metric.short)
+    return [metric.line(value) for metric, value in values if value is not None]

@@ -1,4 +1,4 @@
-"""The names of the small files in a run folder. A run at an address also stores the `STORED` ones there."""
+"""The names of the small files in a run folder. A run at an address also stores the files in `STORED` there."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ PROBES = "probes.jsonl"  # scores of checkpoints, measured during the run
 LAST_SENT = "wandb-step.json"  # the last step sent to W&B
 START_FILE = "start.json"  # the origin of the initial weights, and the released model that the run started from
 FORK_FILE = "fork.json"  # the run and step that the run forked from
-HISTORY = "attention.json"  # attention patterns of the heads at evaluations
+ATTENTION_HISTORY = "attention.json"  # attention patterns of the heads at evaluations
 SCORES = "scores.json"  # scores of a finished fine-tuning run
 SUMMARY = "summary.json"  # scores of several fine-tuning runs, in the folder that contains them
 FAILED = "failed.json"  # the error of a fine-tuning run, if it is one of several
 
-STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)
+STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, ATTENTION_HISTORY, SCORES)
 
 
 def read_fork(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Unicode properties of all scripts: kinds of characters, words, and a normalized form for comparing strings.
 
-Sources: Unicode's properties as the `regex` package has them; Unicode Standard Annex 14, Line Breaking, in which the
-classes SA, AK and AS are letters of scripts without spaces between words, and ID is ideographs. Tibetan is separate: it
-marks the end of syllables, not of words, and its letters have another class.
+Sources: the Unicode properties in the `regex` package; Unicode Standard Annex 14, Line Breaking, whose classes SA, AK
+and AS contain the letters of scripts without spaces between words, and whose class ID contains ideographs. Tibetan is a
+separate kind: it marks the end of syllables, not of words, and its letters have another class.
 """
 
 import functools
@@ -11,45 +11,46 @@ import unicodedata
 import numpy as np
 import regex
 
-# Kinds of characters. A mark belongs to the letter before it; digits are LETTER, too. TIBETAN and later kinds are
-# scripts without spaces between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
+# Kinds of characters. A mark belongs to the letter before it. Digits are LETTER, too. TIBETAN and the later kinds are
+# letters of scripts without spaces between words. COMPLEX is Thai, Lao, Khmer, Burmese, Javanese and others.
 OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
 
 _INVISIBLE = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # may be invisible; ZERO WIDTH SPACE separates words
-_PATTERNS = {  # later entries take precedence
+_PATTERNS = {  # kind -> character set; later entries take precedence
     LETTER: r"\p{L}\p{N}",
     TIBETAN: r"[\p{Script=Tibetan}&&[\p{L}\p{N}]]",
     IDEOGRAPH: r"[\p{Script=Han}&&[\p{L}\p{N}]][\p{Line_Break=ID}&&\p{L}]",
     KANA: r"[[\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]&&\p{L}--\p{Script=Han}]",
     COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
-    MARK: r"\p{M}" + _INVISIBLE,  # joiners, too, occur within words
+    MARK: r"\p{M}" + _INVISIBLE,  # invisible characters, such as joiners, also occur within words
 }
-# Letters and marks of scripts without spaces: each letter is treated as a unit. Not Tibetan, which marks syllables.
-ALONE = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
+# Letters of scripts without spaces, each of which is treated as a unit, and their marks. Excludes Tibetan.
+UNSPACED_LETTERS = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
 # Characters that cannot start a unit: marks, vowels after their consonant, small kana, repeat signs (Annex 14, CJ, NS)
-FOLLOWS = _PATTERNS[MARK] + (
+CONTINUES_UNIT = _PATTERNS[MARK] + (
     r"[\p{L}&&[[\p{InSC=Vowel_Dependent}--\p{InPC=Visual_Order_Left}]\p{Line_Break=CJ}\p{Line_Break=NS}]]"
     r"[\p{Lm}&&\p{Line_Break=SA}]"
 )
 # Characters that attach to the next letter: vowels written before their consonant, and joining signs.
-JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
-ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones occur within words
-PLANES = 0x40000  # number of code points in the planes that have letters
+JOINS_NEXT = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # and Mongolian marks within words
+CODE_POINTS = 0x40000  # number of code points in the planes that contain letters
 _IGNORED = regex.compile(f"(?V1){_INVISIBLE}+")
-STARTS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
-FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
-CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and characters attached to it
+STARTS_UNIT = regex.compile(f"(?V1)(?![{CONTINUES_UNIT}])[{UNSPACED_LETTERS}]")
+CONTINUATION = regex.compile(f"(?V1)[{CONTINUES_UNIT}]")
+# A letter and the characters attached to it.
+CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{CONTINUES_UNIT}]|(?<=[{JOINS_NEXT}])(?s:.))*")
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
-# Characters that `comparable` may change. Others neither decompose nor compose with preceding ones (Annex 15, 9).
-_CHANGING = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
+# Characters that `comparable` may change. All others neither decompose nor compose with the ones before (Annex 15, 9).
+_CHANGEABLE = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 
 @functools.cache
-def members(pattern: str) -> np.ndarray:
-    """Return a read-only mask, bool [0x40000], of the code points that the character set `pattern` matches."""
-    found = np.zeros(PLANES, bool)
+def code_point_mask(pattern: str) -> np.ndarray:
+    """Return a read-only mask, bool [0x40000]: the code points that the character set `pattern` matches."""
+    found = np.zeros(CODE_POINTS, bool)
     for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
         found[run.start() : run.end()] = True
     found.flags.writeable = False
@@ -58,7 +59,7 @@ def members(pattern: str) -> np.ndarray:
 
 @functools.cache
 def _characters() -> str:
-    points = np.arange(PLANES, dtype="<u4")
+    points = np.arange(CODE_POINTS, dtype="<u4")
     points[0xD800:0xE000] = 0  # surrogates are not characters
     return points.tobytes().decode("utf-32-le")
 
@@ -66,16 +67,16 @@ def _characters() -> str:
 @functools.cache
 def kinds() -> np.ndarray:
     """Return the kind of each code point in the planes that have letters: uint8 [0x40000], read-only."""
-    kinds = np.full(PLANES, OTHER, np.uint8)
+    kinds = np.full(CODE_POINTS, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
-        kinds[members(pattern)] = kind
+        kinds[code_point_mask(pattern)] = kind
     kinds.flags.writeable = False
     return kinds
 
 
 def kind_of(character: str) -> int:
     """Return the kind of a character."""
-    return int(kinds()[ord(character)]) if ord(character) < PLANES else OTHER
+    return int(kinds()[ord(character)]) if ord(character) < CODE_POINTS else OTHER
 
 
 def comparable(text: str) -> str:
@@ -85,12 +86,12 @@ def comparable(text: str) -> str:
     return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
 
 
-def changing() -> np.ndarray:
-    """Return a mask, bool [0x40000], of the code points that `comparable` may change in a word.
+def changeable() -> np.ndarray:
+    """Return a mask, bool [0x40000]: the code points that `comparable` may change in a word.
 
-    Characters that belong to a word in neither form, such as a no-break space, are excluded.
+    Characters that belong to a word neither before nor after the change, such as a no-break space, are excluded.
     """
-    found = members(_CHANGING).copy()
+    found = code_point_mask(_CHANGEABLE).copy()
     for point in np.flatnonzero(found).tolist():
         character = chr(point)
         found[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in comparable(character))

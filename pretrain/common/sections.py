@@ -15,7 +15,7 @@ from pretrain.common.addresses import SCHEMES, check_address, is_remote
 from pretrain.common.files import check_local
 
 Keys = tuple[str | int, ...]
-"""The path of a setting: names of sections and fields, and indices of list items."""
+"""The path of a setting: names of sections and fields, and indices of list items, from the top level down."""
 
 
 class Section(BaseModel):
@@ -83,7 +83,7 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 @functools.cache
 def fields_of(schema: type[Section]) -> dict[Keys, FieldInfo]:
-    """Return the fields of all settings below `schema` by path; list items have the index 0."""
+    """Return the fields of all settings below `schema` by path, in which every list index is 0."""
     fields: dict[Keys, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         fields[name,] = field

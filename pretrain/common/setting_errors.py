@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 from pretrain.common.sections import Keys, Section, fields_of
 from pretrain.common.wording import did_you_mean, either, nearest
 
-_MAX_SHOWN = 60  # characters of a value in a message
+_MAX_SHOWN = 60  # maximum number of characters of a value in a message
 
 _LINES, _SIZE = "expected a section of `key: value` lines", "expected a size such as 50GB"
 _EXPECTED = {
@@ -23,7 +23,7 @@ _EXPECTED = {
 }
 """Type of a pydantic error -> our message, in terms of YAML."""
 
-_WORDS = {
+_PHRASES = {
     "Input should be": "expected",
     "String should match pattern": "expected text like",
     "True": "true",
@@ -35,13 +35,13 @@ _WORDS = {
 def expected(error: ErrorDetails) -> str:
     """Return the part of a message that says which value pydantic expected."""
     message = error["msg"]
-    for theirs, ours in _WORDS.items():
+    for theirs, ours in _PHRASES.items():
         message = message.replace(theirs, ours)
     return _EXPECTED.get(error["type"], message)
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem in settings that do not come from a file, on one line."""
+    """Describe, on one line, the first problem in settings that do not come from a file."""
     first = error.errors(include_url=False)[0]
     where, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{where}: {reason}" if where else reason

@@ -22,9 +22,9 @@ from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, fie
 from pretrain.common.setting_errors import expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_MIN_UNKNOWN = 3  # a config with at least this many unknown top-level keys is reported as one of another kind
+_MIN_UNKNOWN = 3  # number of unknown top-level keys from which a config is reported as one for another command
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
-_MAX_SHOWN = 200  # characters of an override in a message
+_MAX_SHOWN = 200  # maximum number of characters of an override in a message
 
 S = TypeVar("S", bound=Section)
 
@@ -65,7 +65,7 @@ def load_recorded(path: Path, schema: type[S]) -> S:
 def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
     """Import the custom modules that `settings` name, from `folder` too, and check them.
 
-    Raises `InputError` whose message starts with the origin of the setting (`where`), its name and its value.
+    Raises `InputError`. Its message starts with the setting's origin (the result of `where`), name and value.
     """
     for keys, package, name in settings.custom_modules():
         try:
@@ -90,7 +90,7 @@ def as_overrides(overrides: Overrides) -> list[str]:
 
 
 def with_start(overrides: Overrides, start_from: Any) -> list[str]:
-    """Return overrides as strings, with `start_from` as parsed by `run_argument`; None keeps the config's value."""
+    """Return overrides as strings, with `start_from` parsed by `run_argument`; None keeps the config's value."""
     start = {} if start_from is None else {"start_from": run_argument(start_from)}
     return as_overrides(overrides) + as_overrides(start)
 
@@ -141,7 +141,7 @@ def differences(
 
 
 def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted name -> (value before, value after) of the settings that differ."""
+    """Return the settings that differ: dotted name -> (value before, value after)."""
     values = (source.model_dump() if isinstance(source, Section) else source for source in (before, after))
     old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(plain)} for plain in values)
     return {
@@ -196,8 +196,8 @@ class _Document(Generic[S]):
         for depth, key in enumerate(keys):
             is_list = isinstance(container, list)
             if not (isinstance(key, int) and key <= len(container) if is_list else isinstance(container, dict)):
-                what = f"{key!r} is not one of the indices 0 to {len(container)}" if is_list else "not a section"
-                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {format_value(container)}; {what}.")
+                reason = f"{key!r} is not one of the indices 0 to {len(container)}" if is_list else "not a section"
+                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {format_value(container)}; {reason}.")
             key = key if is_list else str(key)
             if not is_list:
                 container.setdefault(key)
@@ -234,13 +234,13 @@ class _Document(Generic[S]):
             if recorded and any(item["type"] == "extra_forbidden" for item in problems):
                 raise InputError(version_mismatch(self.origin, "Train again.")) from None
             order = list(self.origins)
-            problems.sort(key=lambda item: order.index(self._known(item["loc"])))
+            problems.sort(key=lambda item: order.index(self._located_prefix(item["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
         self._check_secrets()
         return settings
 
     def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
-        """Raise `InputError` if the settings belong to another kind of config."""
+        """Raise `InputError` if many settings are unknown: the config is probably for another command."""
         paths = [item["loc"] for item in problems if item["type"] == "extra_forbidden"]
         unknown = [str(path[0]) for path in paths if len(path) == 1]
         if len(unknown) >= _MIN_UNKNOWN:
@@ -249,7 +249,7 @@ class _Document(Generic[S]):
             )
 
     def _control_characters(self) -> Iterator[str]:
-        """Yield a line for each name or string with control characters, which could break out of a line or quotes."""
+        """Yield an error line for each name or string with control characters, which could forge lines of output."""
         for path, value in _leaves(self.values):
             name, field = ".".join(map(str, path)), field_at(self.schema, path)
             allowed = "\t\n" if field is not None and field.json_schema_extra == ALLOW_TABS_AND_NEWLINES else ""
@@ -288,10 +288,11 @@ class _Document(Generic[S]):
         return f"{where}: {name} is {format_value(error['input'])}; {expected(error)}"
 
     def where(self, path: Keys) -> str:
-        """Return the override that set `path`, or else the file and line of the innermost section that has one."""
-        return self.origins[self._known(path)]
+        """Return the override that set `path`, or else the file and line of the setting or its innermost section."""
+        return self.origins[self._located_prefix(path)]
 
-    def _known(self, path: Keys) -> Keys:
+    def _located_prefix(self, path: Keys) -> Keys:
+        """Return the longest prefix of `path` whose origin is known."""
         return next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.origins)
 
 
@@ -301,6 +302,6 @@ def _split_name(name: str) -> Keys:
 
 
 def _controls(text: str, allowed: str = "") -> str:
-    """Describe the control characters in `text` except the `allowed` ones; "" if there are none."""
+    """Describe the control characters in `text` that are not `allowed`; "" if there are none."""
     controls = dict.fromkeys(character for character in text if is_control(character) and character not in allowed)
     return f"control characters ({', '.join(map(printable, controls))})" if controls else ""

@@ -22,14 +22,14 @@ from pathlib import Path
 from pretrain.common.memory import control_groups
 
 POLL_SECONDS = 0.5
-# Share of the time that a runnable thread waits for a core: above the first, the cores are contended; below the second,
-# they are free. With only Ray's processes running, it is about 0.03 on two cores.
+# Shares of the time that a runnable thread waits for a core: above the first, the cores are contended; below the
+# second, they are free. With only Ray's processes running, the share is about 0.03 on two cores.
 _CONTENDED, _FREE = 0.10, 0.06
-# Consecutive polls with free cores before threads spin again.
+# Number of consecutive polls with free cores before threads spin again.
 _FREE_POLLS = 4
 # A pool starts only if the limits allow this many times its threads, since other workers start pools too.
 _SPARE_FACTOR = 16
-_FEW_PROCESSES = 10_000  # per user, threads included; a lower limit may be almost reached
+_FEW_PROCESSES = 10_000  # limit per user, threads included, below which it may be almost reached
 
 
 @contextlib.contextmanager
@@ -59,15 +59,15 @@ def sleep_when_contended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While entered, CPU kernels use this thread only. For copies, which are memory-bound: other threads would spin."""
+    """While entered, CPU kernels use this thread only. For memory-bound work such as copies: others would only spin."""
     import torch
 
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 def watch(
@@ -75,7 +75,7 @@ def watch(
     end: threading.Event,
     waited_seconds: Callable[[], Mapping[int, float]] = lambda: waited_seconds(),
 ) -> None:
-    """Poll until `end` is set; keep an idle pool while threads wait for cores."""
+    """Poll until `end` is set, and keep an idle pool while threads wait for cores."""
     with contextlib.ExitStack() as pool:
         sleeping, free_polls = False, 0
         waited_before, time_before = waited_seconds(), time.monotonic()
@@ -128,7 +128,7 @@ def _pool_size() -> int:
 
 
 def may_start(threads: int) -> bool:
-    """Return whether `threads` more threads stay far below all limits: libgomp exits if it cannot create a thread."""
+    """Return whether `threads` more threads stay far below all limits; libgomp exits if it cannot create a thread."""
     space, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
     if space != resource.RLIM_INFINITY or (processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES):
         return False

@@ -11,7 +11,7 @@ K = TypeVar("K")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to `device` without waiting for the work queued there."""
+    """Copy a host tensor to `device` without waiting for the work that is queued on it."""
     if device.type != "cuda":
         return host.to(device)
     pinned = host if host.is_pinned() else host.pin_memory()
@@ -33,7 +33,7 @@ class PendingCopy:
 
 
 def to_host(values: Tensor) -> PendingCopy:
-    """Copy `values` to the host after the work queued on their device."""
+    """Start to copy `values` to the host; the copy runs after the work that is queued on their device."""
     if values.is_cpu:
         return PendingCopy(values, None)
     copy = values.to("cpu", non_blocking=True)  # into pinned memory
@@ -43,7 +43,7 @@ def to_host(values: Tensor) -> PendingCopy:
 
 
 def arrivals(copies: Iterable[tuple[K, PendingCopy]]) -> Iterator[tuple[K, Tensor]]:
-    """Yield each key with its finished copy. The next copy is launched before waiting, to keep the device busy."""
+    """Yield each key with its finished copy. The next copy is launched before the wait, to keep the device busy."""
     previous: tuple[K, PendingCopy] | None = None
     for current in copies:
         if previous is not None:

@@ -33,7 +33,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return the shortest names that start with `name`, at most three, else the most similar one (difflib's cutoff)."""
+    """Return at most three names that `name` abbreviates, or else the most similar one (`cutoff` is difflib's)."""
     known = list(names)
     longer = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
     shortest = [other for index, other in enumerate(longer) if not other.startswith(tuple(longer[:index]))]
@@ -41,16 +41,16 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def score_title(name: str, positive: str) -> str:
-    """Return the displayed name of a score; for F1 of two classes with the `positive` class: "f1 (fraud)"."""
+    """Return the displayed name of a score; F1 of two classes also shows the `positive` class: "f1 (fraud)"."""
     return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
-    """Drop a duplicate score: with single labels, micro F1 equals accuracy.
+    """Return the scores without a duplicate: with one label per example, micro F1 equals accuracy.
 
     Args:
-        scores: score -> value.
-        metric: the main score, which is kept.
+        scores: name -> value.
+        metric: name of the main score, which is kept.
     """
     accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
     if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Wrap `text` to the terminal's width, aligned to the last column. Returns it unchanged without a terminal."""
+    """Wrap `text` to the terminal's width, aligned with its last column. Without a terminal, it stays unchanged."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns

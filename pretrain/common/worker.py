@@ -19,10 +19,10 @@ from pretrain.common.interrupts import Interrupts
 
 # File in the run folder that makes the run save a checkpoint and exit.
 STOP_FILE = "stop"
-# Environment variable with the folder of the scheduler's job that started this process, if any. Its file `started` was
-# written when the job started. A STOP_FILE in the folder stops everything that the job runs.
+# Environment variable with the folder of the scheduler's job that started this process, if any. The folder's file
+# `started` was written when the job started. A STOP_FILE in the folder stops everything that the job runs.
 JOB_VARIABLE = "BERTRAIN_JOB"
-# File in the logs folder with a hang that a watchdog detected, for the driver that restarts the workers.
+# File in the logs folder that describes a hang which a watchdog detected, for the driver that restarts the workers.
 HANG_FILE = "hang.json"
 # File in the logs folder while the run waits for nodes: {"time", "message"}.
 WAITING_FILE = "waiting.json"
@@ -44,9 +44,9 @@ class Flag:
 
     Attributes:
         path: the file.
-        owner: the attempt that `set` writes to the file. A file of another owner is ignored unless it was touched.
-        since: a file that was touched, or has no owner, is honored if it is not older than this time, in nanoseconds of
-            the file system's clock. None: such a file is always ignored.
+        owner: name of the attempt, which `set` writes to the file. Files of other owners are ignored unless touched.
+        since: time in nanoseconds of the file system's clock. A file that was touched, or has no owner, is honored if
+            it is not older; with None, it is always ignored.
     """
 
     path: Path
@@ -78,7 +78,7 @@ class Flag:
             temporary.touch()
             try:
                 temporary.write_text(f"{_OWNER_PREFIX}{self.owner}\n", encoding="utf-8")
-            except OSError:  # disk full: the file stays empty, as if it was touched
+            except OSError:  # disk full: the file stays empty, as if it had been touched
                 if self.since is None:
                     raise
             else:
@@ -93,8 +93,8 @@ class Flag:
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
     """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file is honored.
 
-    That is now, or the start of the scheduler's job: a request may arrive while the job starts. The clock is the file
-    system's, which differs from this machine's on a network file system.
+    That is now, or the start of the scheduler's job, since a request may arrive while the job starts. It is a time of
+    the file system's clock, which may differ from this machine's.
     """
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -147,9 +147,9 @@ class TrainingRequest:
 
     Attributes:
         config: the run's settings, as `model_dump(mode="json")`.
-        resume: continue from the latest checkpoint, if there is one.
+        resume: whether to continue from the latest checkpoint, if there is one.
         events: events that happened before the start, which the run records first.
-        callbacks: functions and objects that the run calls; serialized as strings.
+        callbacks: functions and objects that the run calls; serialized ones are strings.
     """
 
     config: dict[str, Any]
@@ -162,7 +162,7 @@ class TrainingRequest:
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The defaults are for a run of one process. `rank` is the rank among all processes, `local_rank` on this machine.
+    The defaults are for a run of one process. `rank` is the one among all processes, `local_rank` on this machine.
     """
 
     rank: int = 0
@@ -170,7 +170,7 @@ class Worker:
     local_rank: int = 0
     local_world_size: int = 1
     threads: int = 0  # CPU threads for torch; 0 keeps torch's default
-    flags: tuple[Flag, ...] = ()  # any of them requests a stop
+    flags: tuple[Flag, ...] = ()  # each of them, if set, requests a stop
     _signaled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
     interrupts: Interrupts = field(init=False, repr=False, compare=False)
 
@@ -188,7 +188,7 @@ class Worker:
         """Treat the run's stop file as a stop request if it is touched from now on. Rank 0 removes an earlier one."""
         self.flags = (Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=self.rank == 0)),)
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """Treat the `stop_signals` as stop requests; a second SIGINT kills the process immediately.
 
         Only the main thread can set signal handlers; in other threads this does nothing.
@@ -218,5 +218,5 @@ class Worker:
                 local_rank=int(os.environ.get("LOCAL_RANK") or "0"),
                 local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or "1"),
             )
-        worker.listen()
+        worker.handle_signals()
         return worker

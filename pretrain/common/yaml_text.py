@@ -30,11 +30,11 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
-    """Parse one YAML document. Returns (path of each item -> its 1-based line, in file order; the values).
+    """Parse one YAML document. Returns ({path of each item: its 1-based line}, in file order, and the values).
 
     Args:
         text: the YAML.
-        where: its file, or the override `--set ...`; the error message starts with it.
+        where: the file of the text, or the override `--set ...`; error messages start with it.
 
     Raises:
         InputError: the text is not valid YAML; the message has the line.
@@ -58,14 +58,15 @@ def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
 
 
 def _lines(node: yaml.Node | None, path: Keys = ()) -> Iterator[tuple[Keys, int]]:
+    """Yield (path, 1-based line) of every item below `node`, which is at `path`."""
     items: list[Any] = []
     if isinstance(node, yaml.MappingNode):
-        items = [(key.value, key, item) for key, item in node.value]
+        items = [(key.value, key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        items = [(index, item, item) for index, item in enumerate(node.value)]
-    for name, marked, item in items:
-        yield (*path, name), marked.start_mark.line + 1
-        yield from _lines(item, (*path, name))
+        items = [(index, value, value) for index, value in enumerate(node.value)]
+    for key, first_node, value in items:
+        yield (*path, key), first_node.start_mark.line + 1
+        yield from _lines(value, (*path, key))
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,7 +88,7 @@ class _Loader(yaml.SafeLoader):
             raise _problem(f"{format_value(node.value)} is not of type {kind}", node.start_mark) from None
 
     def construct_string(self, node: yaml.ScalarNode) -> str:
-        """Return a string. JSON writes a character beyond 16 bits as two escapes, which are joined here."""
+        """Return a string. JSON escapes a character beyond 16 bits as two surrogates, which are joined here."""
         return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:

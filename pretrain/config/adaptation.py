@@ -15,7 +15,7 @@ class AdaptationConfig(Section):
         gt=0,
         le=1,
         description="Learning rate of a layer divided by the rate of the layer above it; heads and added words have "
-        "the full rate. 1: the same rate for all.",
+        "the full rate. With 1, all layers have the same rate.",
     )
     replay_corpus: LocalPath = Field(
         default="",

@@ -13,7 +13,7 @@ from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
 from pretrain.config.model import MAX_ROWS
 
-# Packages whose modules are the built-in values of `SourceConfig.kind` or of `MaskingConfig.scheme`.
+# Packages whose modules are the built-in values of `SourceConfig.kind` and of `MaskingConfig.scheme`.
 SOURCES = "pretrain.corpus.sources"
 MASKING_SCHEMES = "pretrain.batches.masking"
 
@@ -29,8 +29,8 @@ class SourceConfig(Section):
     path: Location = Field(
         default="",
         description="File, folder or glob, relative to the working directory, or the address of files in an object "
-        "store, such as s3://bucket/wiki/*.jsonl.gz, which are fetched. Required for every kind but huggingface and "
-        "docstrings.",
+        "store, such as s3://bucket/wiki/*.jsonl.gz, which are fetched. Required for every kind except huggingface "
+        "and docstrings.",
     )
     dataset: LocalPath = Field(
         default="",
@@ -107,7 +107,7 @@ class VocabularyConfig(Section):
         description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty means the "
         "value of lowercase. Only for wordpiece; BertTokenizer has the same setting.",
     )
-    min_frequency: int = Field(default=2, ge=1, description="Minimum number of occurrences of a merged token pair.")
+    min_frequency: int = Field(default=2, ge=1, description="Minimum number of occurrences of a token pair to merge.")
     added_words: int = Field(
         default=0,
         ge=0,
@@ -165,14 +165,14 @@ class CorpusConfig(Section):
     validation_fraction: float = Field(
         default=0.005, ge=0, lt=1, description="Share of the documents to hold out for validation, chosen by hash."
     )
-    shard_tokens: int = Field(default=100_000_000, ge=1000, description="Tokens per shard file.")
+    shard_tokens: int = Field(default=100_000_000, ge=1000, description="Number of tokens per shard file.")
     language: str = Field(
         default="en", description="ISO 639-1 code of the language. Sentence splitting uses its list of abbreviations."
     )
     processes: int = Field(
         default=0,
         ge=0,
-        description="Processes that prepare the corpus. 0 uses one per core of this machine, "
+        description="Number of processes that prepare the corpus. 0 uses one per core of this machine, "
         "or of the cluster that scheduling.address names.",
     )
 
@@ -201,7 +201,7 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Phases may override it, but not for evaluations.",
+        description="Share of each sequence's tokens to predict. Phases may override it, except in evaluations.",
     )
     mask_share: float = Field(
         default=0.8,
@@ -238,7 +238,7 @@ class MaskingConfig(Section):
 
 
 class PairsConfig(Section):
-    """Cutting of documents into sequences, and the prediction task for pairs of segments.
+    """The cutting of documents into sequences, and the prediction task for pairs of segments.
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
@@ -253,8 +253,8 @@ class PairsConfig(Section):
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
         description="Content of a sequence, named as in RoBERTa. segment_pairs: two segments, for nsp and sop. "
-        "doc_sentences: consecutive sentences of one document. full_sentences: the same, filled up with sentences of "
-        "the next documents after a [SEP]. Empty means segment_pairs for nsp and sop, else doc_sentences.",
+        "doc_sentences: consecutive sentences of one document. full_sentences: the same, filled up after a [SEP] with "
+        "sentences of the next documents. Empty means segment_pairs for nsp and sop, and doc_sentences for none.",
     )
     short_share: float = Field(
         default=0.1, ge=0, le=1, description="Share of the sequences that get a random length below the maximum."

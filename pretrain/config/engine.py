@@ -41,7 +41,7 @@ class EngineConfig(Section):
         "and Turing, fp32 on older GPUs. On CPUs auto times matrix products and uses the faster of bf16 and fp32.",
     )
     micro_batch_tokens: int = Field(
-        default=8192, ge=8, description="Maximum tokens in a forward pass of one worker. Lower it to save memory."
+        default=8192, ge=8, description="Maximum tokens per forward pass of a worker. A lower value saves memory."
     )
     gradient_clip_norm: float = Field(
         default=1.0,
@@ -60,7 +60,7 @@ class EngineConfig(Section):
         default="auto",
         description="Capture forward and backward passes as CUDA graphs, one for each micro-batch shape. Speeds up "
         "small models and batches on GPUs, whose kernels take longer to launch than to run. auto captures them in "
-        "pretraining if nothing prevents it and a step is predicted to be shorter, as by --dry-run --on. Needs bf16, "
+        "pretraining if no setting prevents it and the estimate of --dry-run --on is a shorter step. Needs bf16, "
         "zero_stage 1, flash attention, and masked language modeling as the objective. To limit the number of shapes, "
         "about 2 % of the tokens and 4 % of the masked ones are padding that the loss ignores. No effect on a CPU.",
     )
@@ -96,7 +96,7 @@ class EngineConfig(Section):
 
     @property
     def resolved_precision(self) -> Precision:
-        """Return the precision; `ValueError` if it is auto, which `pretrain.model.precision` resolves."""
+        """Return the precision; `ValueError` if it is still auto, which `pretrain.model.precision` resolves."""
         if self.precision == "auto":
             raise ValueError("engine.precision: auto is not resolved yet")
         return self.precision

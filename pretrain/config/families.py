@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class PublishedSize(NamedTuple):
-    """The numbers of a published size."""
+    """The dimensions of a model of published size."""
 
     layers: int
     hidden: int
@@ -24,8 +24,8 @@ _BERT_SIZES = {
     "base": _bert(12, 768, 12),
     "large": _bert(24, 1024, 16),
 }
-# Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini to medium have
-# BERT's layers, hidden and heads; their intermediate is 1.5 x hidden, as in ModernBERT.
+# Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini, small and
+# medium are ours: BERT's layers, hidden and heads, with an intermediate of 1.5 x hidden, as in ModernBERT.
 _MODERNBERT_SIZES = {
     "mini": PublishedSize(4, 256, 4, 384),
     "small": PublishedSize(4, 512, 8, 768),
@@ -39,7 +39,7 @@ _MODERNBERT_SIZES = {
     "ettin-400m": PublishedSize(28, 1024, 16, 2624),
     "ettin-1b": PublishedSize(28, 1792, 28, 3840),
 }
-# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is BERT's size.
+# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is ours, with BERT's size.
 _DEBERTA_SIZES = {
     "mini": _bert(4, 256, 4),
     "xsmall": _bert(12, 384, 6),
@@ -68,7 +68,7 @@ FAMILY_TITLES = {
     "deberta": "DeBERTa",
 }
 
-# Settings of `ModelConfig` by family. A config may replace each; the others have BERT's values, the fields' defaults.
+# Settings of `ModelConfig` by family, where they differ from BERT's (the fields' defaults). A config may replace each.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "bert": {},
     # FacebookAI/roberta-base and xlm-roberta-base, config.json.

@@ -8,20 +8,20 @@ from pretrain.common.sections import LocalPath, Section
 
 
 class NearDuplicatesConfig(Section):
-    """Finds documents that are nearly equal to an earlier one, of any source, by MinHash and banding."""
+    """Finds documents of any source that are nearly equal to an earlier one, by MinHash and banding."""
 
     enabled: bool = Field(default=False, description="Drop documents that are similar to an earlier one.")
     threshold: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Minimum similarity of a dropped document: the share of distinct word sequences that both have "
-        "(Jaccard), as MinHash estimates it. Sequences have 3 words: changing 1 word in 8 gives about 0.5.",
+        description="Minimum similarity to an earlier document to drop one: the Jaccard index of their sets of 3-word "
+        "sequences, as MinHash estimates it. Changing 1 word in 8 gives about 0.5.",
     )
 
 
 class EvaluationSetConfig(Section):
-    """Passages of a later evaluation."""
+    """The passages of an evaluation set."""
 
     path: LocalPath = Field(
         description="File, or folder of files: .txt (a passage per line), .csv, .tsv, .jsonl, .json, .conll, .bio or "

@@ -10,11 +10,11 @@ from pretrain.common.kinds import did_you_mean
 from pretrain.common.sections import Section
 from pretrain.config.families import FAMILY_SETTINGS, FAMILY_TITLES, SIZES, PublishedSize
 
-# Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, COLUMN_STEP).
+# Up to this width, the column offsets of dropout seeds fit into int32 (model/kernels/hash_rng.py, COLUMN_STEP).
 MAX_WIDTH = 8192
 # More than any encoder has (Wang et al. 2022, DeepNet: 1,000 layers), to refuse a typo before the model is built.
 MAX_LAYERS = 1024
-MAX_ROWS = 1 << 24  # of the word embeddings
+MAX_ROWS = 1 << 24  # maximum number of rows of the word embeddings
 # Head widths that torch's flash kernel supports without padding (pytorch,
 # transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd).
 FLASH_WIDTHS = range(8, 257, 8)
@@ -53,7 +53,7 @@ class ModelConfig(Section):
         default=512,
         ge=8,
         le=4 * MAX_WIDTH,
-        description="Longest sequence in tokens; the number of learned position embeddings.",
+        description="Maximum length of a sequence in tokens; the number of learned position embeddings.",
     )
     embedding: int = Field(
         default=0,
@@ -83,7 +83,7 @@ class ModelConfig(Section):
     init_std: float = Field(
         default=0.02,
         gt=0,
-        description="Standard deviation of the initial weights, a normal distribution truncated at two deviations.",
+        description="Standard deviation of the initial weights: a normal distribution truncated at two deviations.",
     )
     attention_init: Literal["normal", "neighbors"] = Field(
         default="normal",
@@ -95,8 +95,8 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_ROWS,
-        description="Rows of the word embeddings and of the decoder. Rows beyond the entries of the vocabulary are "
-        "padding, such as up to a multiple of 64, which is faster on GPUs. 0 means no padding.",
+        description="Number of rows of the word embeddings and of the decoder. Rows beyond the vocabulary's entries "
+        "are padding, for example to a multiple of 64, which is faster on GPUs. 0 means no padding.",
     )
     recursions: int = Field(
         default=1,
@@ -111,15 +111,15 @@ class ModelConfig(Section):
     )
     norm_placement: Literal["post", "pre"] = Field(
         default="post",
-        description="post normalizes the sum with the residual, as BERT. pre normalizes the input of attention and "
-        "feed-forward network, and the output of the last layer.",
+        description="post normalizes the sum with the residual, as in BERT. pre normalizes the input of attention and "
+        "of the feed-forward network, and the output of the last layer.",
     )
     embedding_norm: bool = Field(
         default=True,
         description="Normalize the embeddings. With it, the first layer of a pre-norm model has no norm before "
         "attention.",
     )
-    token_types: bool = Field(default=True, description="Add an embedding of the segment, first or second.")
+    token_types: bool = Field(default=True, description="Add an embedding of the token's segment (first or second).")
     positions: Positions = Field(
         default="learned",
         description="Position encoding. learned and sinusoidal are added to the embeddings. rotary rotates halves of "
@@ -127,15 +127,15 @@ class ModelConfig(Section):
         "disentangled adds products of queries and keys with embeddings of the distance (He et al. 2021, DeBERTa).",
     )
     rotary_base: float = Field(
-        default=0.0, ge=0, description="Base of the rotary frequencies. Rotary positions need it; 0 otherwise."
+        default=0.0, ge=0, description="Base of the rotary frequencies; required for rotary positions, otherwise 0."
     )
     local_rotary_base: float = Field(default=0.0, ge=0, description="Rotary base of local layers. 0 takes rotary_base.")
     relative_buckets: int = Field(
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Buckets of distances. relative counts both directions together (T5: 32), disentangled each "
-        "direction (DeBERTa-v3: 256, LTG-BERT: 32), where 0 means one bucket per distance.",
+        description="Number of buckets of distances. For relative, of both directions together (T5: 32). For "
+        "disentangled, of each direction (DeBERTa-v3: 256, LTG-BERT: 32); 0 means one bucket per distance.",
     )
     relative_max_distance: int = Field(
         default=0,
@@ -157,7 +157,7 @@ class ModelConfig(Section):
     local_attention: int = Field(
         default=0,
         ge=0,
-        description="Width in tokens of the window of local layers: half on each side. 0 makes every layer global.",
+        description="Width in tokens of local layers' attention window, half on each side. 0 makes every layer global.",
     )
     global_every: int = Field(
         default=1,
@@ -166,7 +166,7 @@ class ModelConfig(Section):
         "layer global.",
     )
     kv_heads: int = Field(
-        default=0, ge=0, description="Heads of keys and values, each shared by several query heads. 0 means heads."
+        default=0, ge=0, description="Number of key and value heads, each shared by several query heads. 0 means heads."
     )
     activation: str = Field(
         default="gelu", description="Activation of the feed-forward network: gelu, relu, silu or tanh."
@@ -193,7 +193,7 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         family, size = values.get("family", "bert"), values.get("size", "base")
-        if family not in FAMILY_SETTINGS or not isinstance(size, str):  # the fields' checks refuse them
+        if family not in FAMILY_SETTINGS or not isinstance(size, str):  # validation of the fields will refuse these
             return values
         values = {**FAMILY_SETTINGS[family], **values}
         if size in SIZES[family]:
@@ -264,7 +264,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:
-        """Refuse options without effect, which belong to another family or are a mistake."""
+        """Refuse settings without effect, which belong to another family or are a mistake."""
         is_rotary = self.positions.startswith("rotary")
         if is_rotary and not self.rotary_base:
             raise ValueError(f"positions: {self.positions} needs rotary_base, such as 10000")
@@ -338,17 +338,17 @@ class ModelConfig(Section):
 
     @property
     def disentangled(self) -> bool:
-        """Return whether scores contain products with embeddings of the distance."""
+        """Return whether attention scores contain products with embeddings of the distance."""
         return self.positions == "disentangled"
 
     @property
     def relative_span(self) -> int:
-        """Return the number of embeddings per direction of disentangled positions; the table has twice as many rows."""
+        """Return the number of embeddings per direction of disentangled positions: half the rows of their table."""
         return (self.relative_buckets or self.relative_max_distance) if self.disentangled else 0
 
     @property
     def score_terms(self) -> int:
-        """Return the number of products in a score: query and key, and products with embeddings of the distance."""
+        """Return the number of products in a score: query times key, and products with embeddings of the distance."""
         return 1 + self.disentangled * (2 if self.relative_terms == "both" else 1)
 
     @property
@@ -368,7 +368,7 @@ class ModelConfig(Section):
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
 
     def with_rotary_bases(self, base: float, local_base: float) -> ModelConfig:
-        """Return the model with other rotary bases, of all layers and of local ones; 0 keeps a base."""
+        """Return the model with other rotary bases (`base`, and `local_base` of local layers); 0 keeps a base."""
         bases = {"rotary_base": base, "local_rotary_base": local_base}
         return self.model_copy(update={name: value for name, value in bases.items() if value})
 
@@ -378,10 +378,10 @@ class ModelConfig(Section):
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """Return False for the first layer of a pre-norm model if its input is always normalized embeddings."""
+        """Return whether a layer has an attention norm. A pre-norm model's first has none after an embedding norm."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
 def _sets_hidden(values: dict[str, Any], size: PublishedSize) -> bool:
-    """Return whether a config replaces the hidden size, which then determines the feed-forward width."""
+    """Return whether a config replaces the size's hidden width, which then determines the feed-forward width."""
     return values.get("hidden") not in (None, 0, size.hidden)

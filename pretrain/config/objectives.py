@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Settings with paths that objectives read. A resumed run compares the contents, so paths may differ."""
+"""Settings with paths that objectives read. They may differ in a resumed run, which compares the contents."""
 
 
 class DistillationConfig(Section):
@@ -29,8 +29,8 @@ class DistillationConfig(Section):
     )
     layers: tuple[int, ...] = Field(
         default=(),
-        description="The teacher's layer, counted from 0, from which each layer of the student starts. Empty spreads "
-        "them evenly from first to last: 0, 2, 4, 7, 9, 11 for 6 of 12, as in DistilBERT.",
+        description="For each layer of the student, the 0-based index of the teacher's layer that initializes it. "
+        "Empty spreads them evenly from first to last: 0, 2, 4, 7, 9, 11 for 6 of 12 layers, as in DistilBERT.",
     )
 
     @model_validator(mode="after")
@@ -49,14 +49,14 @@ class ElectraConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Width of the generator as a share of the model's, which becomes the discriminator. ELECTRA has "
-        "0.25, its base size 1/3. 0: no generator, and the model itself predicts masked tokens.",
+        description="Width of the generator as a share of the model's; the model becomes the discriminator. ELECTRA "
+        "has 0.25, its base size 1/3. 0: no generator, and the model itself predicts masked tokens.",
     )
     generator_depth: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Layers of the generator as a share of the model's. DeBERTa-v3 has 0.5, at full width.",
+        description="Number of layers of the generator as a share of the model's. DeBERTa-v3 has 0.5, at full width.",
     )
     rtd_weight: float = Field(default=50.0, ge=0, description="Weight of the discriminator's loss. DeBERTa-v3 has 10.")
     embeddings: Literal["shared", "disentangled"] = Field(
@@ -73,9 +73,9 @@ class ElectraConfig(Section):
     def generator(self, model: ModelConfig) -> ModelConfig:
         """Return the generator's shape for the discriminator `model` (google-research/electra, get_generator_config).
 
-        Its heads are as wide as the discriminator's if its width allows that, and its embeddings have the
-        discriminator's width. Raises `ValueError` if its settings are inconsistent, such as rotary positions with an
-        odd head width.
+        The heads are as wide as the discriminator's if the generator's width allows that, and the embeddings have the
+        discriminator's width. Raises `ValueError` if the generator's settings are inconsistent, such as rotary
+        positions with an odd head width.
         """
         hidden, embedding = max(1, round(model.hidden * self.generator_width)), model.embedding or model.hidden
         heads = max(1, hidden // model.head_width)

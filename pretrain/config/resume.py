@@ -13,8 +13,8 @@ from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.config.run import PretrainConfig, R, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
-MIXING = ("weights", "temperature", "max_epochs")
-"""The settings of a phase that determine how much of each source it reads."""
+MIXING_SETTINGS = ("weights", "temperature", "max_epochs")
+"""Settings of a phase that determine how much of each source it reads."""
 
 FREE_ON_RESUME = (
     "name",
@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
-    # The filler in recorded batches is not part of the samples.
+    # The filler tokens that it adds to batches are not part of the samples.
     "engine.cuda_graphs",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
@@ -38,7 +38,7 @@ ALL_FREE_ON_RESUME = (
     "fork_from",
     # The text that the run reads is compared with the checkpoint's record of it.
     "corpus",
-    *(f"phases.*.{name}" for name in MIXING),
+    *(f"phases.*.{name}" for name in MIXING_SETTINGS),
     "evaluation.every_steps",
     "evaluation.probes",
     # Learning rates: a diverged run is resumed with lower ones.
@@ -49,30 +49,30 @@ ALL_FREE_ON_RESUME = (
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",
 )
-EVALUATED_ONLY = "adaptation.replay_corpus"  # may change unless its text is replayed in training
+EVALUATED_ONLY = "adaptation.replay_corpus"  # setting that may change unless its text is replayed in training
 
 
-def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
-    """Return changed settings, with both values, that a run which resumes after `done` steps must keep.
+def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done_steps: int) -> list[str]:
+    """Return changed settings, with both values, that a run which resumes after `done_steps` steps must keep.
 
-    Phases must be the same up to `done`: the current phase may end there or become longer, and later phases may change.
+    Phases must be the same up to that step: the current phase may end there or be longer, and later ones may change.
     """
-    replayed = before.adaptation.replay_share or after.adaptation.replay_share
-    free = ALL_FREE_ON_RESUME if replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
+    is_replayed = before.adaptation.replay_share or after.adaptation.replay_share
+    free = ALL_FREE_ON_RESUME if is_replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
     # Paths that both configs set may differ, since the contents are compared by fingerprint.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
-    old, new = (_up_to(config, done) for config in (before, keep_precision(after, before)))
-    return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done)
+    old, new = (_first_steps(config, done_steps) for config in (before, keep_precision(after, before)))
+    return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done_steps)
 
 
-def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
+def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done_steps: int) -> list[str]:
     """Return the settings that a new length of the current phase would change, formatted as by `differences`.
 
-    The phases before it must be equal in both configs.
+    The phases before the current one must be equal in both configs.
     """
-    if not 0 < done < after.total_steps:
+    if not 0 < done_steps < after.total_steps:
         return []
-    index, step_in_phase = after.phase_at(done)
+    index, step_in_phase = after.phase_at(done_steps)
     if not step_in_phase or before.phases[index].steps == after.phases[index].steps:
         return []
     old, new = ((config.weight_decay(index), config.masking_shares(index)) for config in (before, after))
@@ -83,18 +83,18 @@ def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int)
     ]
 
 
-def _up_to(config: PretrainConfig, done: int) -> PretrainConfig:
-    """Return `config` with only its first `done` steps: later phases are dropped, and the current one is shortened."""
+def _first_steps(config: PretrainConfig, count: int) -> PretrainConfig:
+    """Return `config` with only its first `count` steps: later phases are dropped, and the current one is shortened."""
     phases: list[PhaseConfig] = []
     for phase in config.phases:
-        if steps := min(phase.steps, done):
+        if steps := min(phase.steps, count):
             phases.append(phase.model_copy(update={"steps": steps}))
-        done -= steps
+        count -= steps
     return config.model_copy(update={"phases": tuple(phases)})
 
 
 def keep_precision(config: R, before: RunConfig) -> R:
-    """Replace the precision auto in `config` by the one that the run resolved when it started, in `before`."""
+    """Return `config` with the precision auto replaced by the one in `before`, which the run's start resolved."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)
@@ -106,7 +106,7 @@ def with_precision(config: R, precision: Precision) -> R:
 
 
 def run_folder(values: Mapping[str, Any]) -> Path:
-    """Return the run folder for a config's unvalidated values, as `RunConfig.folder` does."""
+    """Return the run folder for a config's unvalidated values, like `RunConfig.folder` for validated ones."""
     return local_run(str(values.get("run_dir") or f"runs/{values.get('name')}"))
 
 

@@ -50,7 +50,7 @@ class TrackingConfig(Section):
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
 
     def check_names(self) -> None:
-        """Raise `InputError` if W&B's rules refuse a name, so that the run could not be mirrored.
+        """Raise `InputError` if W&B would refuse a name.
 
         Only called for runs that start: recorded configs may have such names, and must remain readable.
         """
@@ -70,7 +70,7 @@ class TrackingConfig(Section):
 class SchedulingConfig(Section):
     """Workers, the cluster, and restarts."""
 
-    workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
+    workers: int = Field(default=1, ge=1, description="Number of worker processes: one per GPU, or CPU workers.")
     min_workers: int = Field(
         default=0,
         ge=0,
@@ -89,8 +89,8 @@ class SchedulingConfig(Section):
         ge=0,
         description="Seconds after which a worker without progress, or without a heartbeat, is considered hung and all "
         "workers restart. The limit is at least ten times the duration of recent long micro-batches. A restart of "
-        "hundreds of GPUs takes minutes; for a few workers a shorter limit such as 30 is fine. A worker that waits for "
-        "a batch, or for the storage of the run folder, may take ten times as long. 0 disables the check.",
+        "hundreds of GPUs takes minutes; for a few workers, a shorter limit such as 30 is fine. Waits for a batch, or "
+        "for the storage of the run folder, may take ten times as long. 0 disables the check.",
     )
     wait_for_nodes_seconds: float = Field(
         default=1800.0,
@@ -108,7 +108,7 @@ class SchedulingConfig(Section):
     max_failures: int = Field(
         default=3,
         ge=0,
-        description="Restarts after worker failures without a new checkpoint in between. "
+        description="Maximum number of restarts after worker failures without a new checkpoint in between. "
         "One more failure stops the run.",
     )
 
@@ -127,7 +127,7 @@ def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[st
 
 def _check_callback(entry: Any) -> Any:
     if not isinstance(entry, str | dict):
-        raise ValueError("use my_package.module:name, or a section with it as `call`")
+        raise ValueError("use my_package.module:name, or a section with this name as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
     check_name(callback_options(entry)[0], with_attribute=True)
@@ -154,7 +154,7 @@ class RunConfig(Section):
         default=(),
         description="Custom functions or classes to call after steps, evaluations and checkpoints, such as "
         "my_package.hooks:tell, or {call: my_package.hooks:Tell, on_error: stop, OPTION: VALUE}. An error in one is "
-        "shown once; with on_error: stop it stops the run, resumable.",
+        "shown once; with on_error: stop, it stops the run, which can be resumed.",
     )
 
     @field_validator("name")
@@ -199,7 +199,7 @@ class PretrainConfig(RunConfig):
     fork_from: str = Field(
         default="",
         description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with its weights, "
-        "moments and position in the data. Settings before that step must be the same; later phases may differ. "
+        "moments and position in the data. Settings up to that step must be the same; later phases may differ. "
         "--fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
@@ -225,7 +225,7 @@ class PretrainConfig(RunConfig):
         return objective
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        kinds = [(("corpus", "sources", n, "kind"), SOURCES, one.kind) for n, one in enumerate(self.corpus.sources)]
+        kinds = [(("corpus", "sources", n, "kind"), SOURCES, each.kind) for n, each in enumerate(self.corpus.sources)]
         kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
         kinds += [(("objective",), OBJECTIVES, self.objective)]
         yield from (kind for kind in kinds if is_custom(kind[2]))
@@ -243,7 +243,7 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
-        """Refuse settings that need a checkpoint to continue from."""
+        """Refuse settings that have no effect without a checkpoint to continue from."""
         if self.start_from:
             return self
         _refuse_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
@@ -296,7 +296,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def graph_obstacle(self) -> str:
-        """Return why passes cannot be recorded as CUDA graphs; "" if they can."""
+        """Return the reason why passes cannot be captured as CUDA graphs; "" if they can."""
         if objective := self._objective_section or (self.objective and f"objective ({self.objective})"):
             return f"does not fit {objective}: only masked language modeling of one model ignores filler in its loss"
         if not self.model.fits_flash_attention:
@@ -342,12 +342,12 @@ class PretrainConfig(RunConfig):
         return self
 
     def batch_problem(self, phase: int, sequences: int) -> str:
-        """Return why a batch of `sequences` cannot be balanced with some allowed number of workers; "" if it can."""
+        """Return why a batch cannot be balanced with some of the allowed numbers of workers; "" if it can."""
         counts = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
         return next(filter(None, (self.balance_problem(phase, sequences, workers) for workers in counts)), "")
 
     def balance_problem(self, phase: int, sequences: int, workers: int) -> str:
-        """Return why a batch of `sequences` cannot be balanced across `workers` (`balancing.balance`); "" if it can."""
+        """Return why a batch cannot be balanced across this number of workers (`balancing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
@@ -364,9 +364,9 @@ class PretrainConfig(RunConfig):
         return sum(phase.steps for phase in self.phases)
 
     def model_in(self, phase: int) -> ModelConfig:
-        """Return the model with the rotary bases of a phase."""
-        settings = self.phases[phase]
-        return self.model.with_rotary_bases(settings.rotary_base, settings.local_rotary_base)
+        """Return the model's shape with the rotary bases of a phase."""
+        phase_config = self.phases[phase]
+        return self.model.with_rotary_bases(phase_config.rotary_base, phase_config.local_rotary_base)
 
     def weight_decay(self, phase: int) -> float:
         """Return the optimizer's decoupled weight decay in a phase."""
@@ -374,23 +374,23 @@ class PretrainConfig(RunConfig):
         return self.optimizer.decay_over(self.phases[: phase + 1]) if decay is None else decay
 
     def averaged_steps(self, step: int) -> int:
-        """Return the number of steps over which the weights after the 0-based `step` are averaged; 0 if they aren't."""
+        """Return the number of steps whose weights the average after the 0-based `step` includes; 0 for no average."""
         index, step_in_phase = self.phase_at(step)
         phase = self.phases[index]
         averaged = max(1, round(phase.averaged_share * phase.steps)) if phase.averaged_share else 0
         return max(0, step_in_phase + 1 - (phase.steps - averaged))
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
-        """Return the share of tokens to predict at the start and at the end of a phase; linear in between.
+        """Return the share of tokens to predict at the start and at the end of a phase; it changes linearly.
 
         Ankner et al. 2023, "Dynamic Masking Rate Schedules for MLM Pretraining", section 2.
         """
-        first = self.phases[phase].masking_probability or self.masking.probability
-        return first, self.phases[phase].final_masking_probability or first
+        initial = self.phases[phase].masking_probability or self.masking.probability
+        return initial, self.phases[phase].final_masking_probability or initial
 
     @property
     def largest_masking_share(self) -> float:
-        """Return the largest share of tokens to predict in a sequence at any time, evaluations included."""
+        """Return the largest share of a sequence's tokens to predict at any time, evaluations included."""
         shares = (share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
         return max(self.masking.probability, *shares)
 
@@ -404,7 +404,7 @@ class PretrainConfig(RunConfig):
 
 
 def _refuse_changes(section: str, settings: Section, requirement: str) -> None:
-    """Raise `ValueError` if a setting differs from its default, since it has no effect without the `requirement`."""
+    """Raise `ValueError` if a setting differs from its default: it would have no effect without the `requirement`."""
     for name, value in settings.model_dump(exclude_defaults=True).items():
         raise ValueError(f"{section}.{name} ({value}) needs {requirement}")
 

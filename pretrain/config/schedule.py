@@ -22,7 +22,7 @@ class OptimizerConfig(Section):
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay rate of the second moment.")
-    epsilon: float = Field(default=1e-6, gt=0, description="Added to the square root of the second moment.")
+    epsilon: float = Field(default=1e-6, gt=0, description="Number added to the square root of the second moment.")
     weight_decay: float = Field(
         default=0.01, ge=0, description="Decoupled weight decay. Biases and LayerNorm are exempt. 0 disables it."
     )
@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
 
 
 class PretrainOptimizerConfig(OptimizerConfig):
-    """The optimizer."""
+    """The optimizer of a pretraining run."""
 
     decay_timescale: float = Field(
         default=0.0,
@@ -54,23 +54,23 @@ class PretrainOptimizerConfig(OptimizerConfig):
     )
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
-        """Return the decoupled weight decay of the last phase, from `weight_decay` or `decay_timescale`.
+        """Return the decoupled weight decay of the last of `phases`, from `weight_decay` or `decay_timescale`.
 
-        A decay d at the rate r multiplies weights by 1 - d r in a step (Wang and Aitchison 2024, arXiv:2405.13698,
-        section 3). The timescale counts all steps at the peaks of their phases, without warm-up and decay of the rate.
+        In a step at the learning rate r, a decay d multiplies weights by 1 - d r (Wang and Aitchison 2024,
+        arXiv:2405.13698, section 3). The timescale assumes the peak rate of each phase in all of its steps.
         """
         if not self.decay_timescale:
             return self.weight_decay
-        peaks = sum(phase.steps * phase.peak_learning_rate for phase in phases)
-        fastest = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_lr_scale)
-        # A weight that decayed by more than itself in a step would change its sign, and grow.
-        return min(1 / (self.decay_timescale * peaks * self.muon_lr_scale), 1 / fastest)
+        summed_rates = sum(phase.steps * phase.peak_learning_rate for phase in phases)
+        highest_rate = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_lr_scale)
+        # With a larger decay, a step could change the sign of a weight, and increase it.
+        return min(1 / (self.decay_timescale * summed_rates * self.muon_lr_scale), 1 / highest_rate)
 
 
 class PhaseConfig(Section):
     """A part of training with one sequence length and one learning-rate schedule."""
 
-    sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
+    sequence_length: int = Field(ge=8, description="Maximum length of a sequence in tokens, special tokens included.")
     global_sequences: int = Field(ge=1, le=1 << 20, description="Sequences per optimizer step, over all workers.")
     ramp_from: int = Field(
         default=0,
@@ -79,14 +79,14 @@ class PhaseConfig(Section):
         "time, with equally many steps at each size (ModernBERT, Warner et al. 2024). 0: no ramp.",
     )
     ramp_steps: int = Field(
-        default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
+        default=0, ge=0, description="Steps until batches have global_sequences: at least one per size, at most steps."
     )
     steps: int = Field(ge=1, le=10**9, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0, description="Learning rate at the end of the warm-up.")
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="Steps of linear warm-up, at most steps. Step n of them has n/warmup_steps of the peak rate. "
+        description="Number of steps of linear warm-up, at most steps. The n-th has n/warmup_steps of the peak rate. "
         "0 starts at the peak rate.",
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
@@ -125,15 +125,15 @@ class PhaseConfig(Section):
     max_epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Maximum epochs of a source from the start of the run to the end of this phase. The tokens that it "
-        "lacks come from the other sources, in proportion; it is an error if weights name it. 0: no limit.",
+        description="Maximum epochs of a source from the start of the run to the end of this phase. A source that "
+        "reaches it is replaced by the others, in proportion; if weights name it, this is an error. 0: no limit.",
     )
     masking_probability: float = Field(
         default=0.0,
         ge=0,
         lt=1,
         description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
-        "0 follows masking.",
+        "0 means masking.probability.",
     )
     final_masking_probability: float = Field(
         default=0.0,
@@ -143,23 +143,23 @@ class PhaseConfig(Section):
         "0.15 (Ankner et al. 2023). 0 keeps the share.",
     )
     weight_decay: float | None = Field(
-        default=None, ge=0, description="Weight decay of this phase. Empty follows optimizer."
+        default=None, ge=0, description="Weight decay of this phase. Empty means the optimizer's."
     )
     averaged_share: float = Field(
         default=0.0,
         ge=0,
         le=1,
         description="Share of steps at the end of the phase whose weights are averaged, such as 0.2 (Izmailov et al. "
-        "2018). Their checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+        "2018). Their checkpoints contain the mean in fp32; export --averaged exports it. 0 disables it.",
     )
     rotary_base: float = Field(
         default=0.0,
         ge=0,
         description="Rotary base in this phase, raised with sequence_length to extend the context: ModernBERT goes "
-        "from 1e4 to 1.6e5 (Warner et al. 2024). 0 follows model. Exports have the last phase's.",
+        "from 1e4 to 1.6e5 (Warner et al. 2024). 0 means the model's. Exports have the last phase's.",
     )
     local_rotary_base: float = Field(
-        default=0.0, ge=0, description="Rotary base of local layers in this phase. 0 follows model."
+        default=0.0, ge=0, description="Rotary base of local layers in this phase. 0 means the model's."
     )
 
     @property
@@ -171,11 +171,11 @@ class PhaseConfig(Section):
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences of the whole phase."""
+        """Return the total number of sequences of the phase."""
         return self.first_sample(self.steps)
 
     def sequences_at(self, step: int) -> int:
-        """Return the number of sequences of the 0-based `step`."""
+        """Return the number of sequences in the batch of the 0-based `step`."""
         if step >= self.ramp_steps:
             return self.global_sequences
         return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
@@ -183,13 +183,13 @@ class PhaseConfig(Section):
     def first_sample(self, step: int) -> int:
         """Return the index of the first sample of the 0-based `step`: the number of sequences before it."""
         ramp_done = min(step, self.ramp_steps)
-        smaller = self.batch_sizes[:-1]
-        starts = [-(-index * self.ramp_steps // len(smaller)) for index in range(len(smaller))] + [self.ramp_steps]
-        before = sum(
+        ramp_sizes = self.batch_sizes[:-1]
+        starts = [-(-i * self.ramp_steps // len(ramp_sizes)) for i in range(len(ramp_sizes))] + [self.ramp_steps]
+        in_ramp = sum(
             size * (min(ramp_done, end) - min(ramp_done, start))
-            for size, start, end in zip(smaller, starts, starts[1:], strict=False)
+            for size, start, end in zip(ramp_sizes, starts, starts[1:], strict=False)
         )
-        return before + (step - ramp_done) * self.global_sequences
+        return in_ramp + (step - ramp_done) * self.global_sequences
 
     @model_validator(mode="after")
     def _check_ramp(self) -> PhaseConfig:
@@ -229,7 +229,7 @@ class ProbesConfig(Section):
 
     texts: tuple[LocalPath, ...] = Field(
         default=(),
-        description="Files or folders of held-out text, as for evaluate-pretrained --texts: loss per masked token.",
+        description="Files or folders of held-out text, as in evaluate-pretrained --texts: loss per masked token.",
     )
     common_words: bool = Field(default=False, description="Also score common English words in texts: bits per word.")
     blimp: LocalPath = Field(
@@ -255,5 +255,5 @@ class EvaluationConfig(Section):
     every_steps: int = Field(
         default=1000, ge=1, description="Optimizer steps between evaluations, and between checkpoints that are scored."
     )
-    sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, the same each time.")
+    sequences: int = Field(default=1024, ge=1, description="Number of held-out sequences, the same in each evaluation.")
     probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints during the run.")

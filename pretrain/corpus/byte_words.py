@@ -204,9 +204,9 @@ def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     classes = character_classes(points)
     classes[classes < LETTER] = _SPACE
     classes[points == ord(" ")] = _ANY
-    clipped = np.minimum(points, scripts.PLANES - 1)
-    sets = (scripts.ALONE, scripts.FOLLOWS, scripts.JOINS, scripts.ACCENTS)
-    alone, follows, joins, accents = (scripts.members(group)[clipped] for group in sets)
+    clipped = np.minimum(points, scripts.CODE_POINTS - 1)
+    sets = (scripts.UNSPACED_LETTERS, scripts.CONTINUES_UNIT, scripts.JOINS_NEXT, scripts.ACCENTS)
+    alone, follows, joins, accents = (scripts.code_point_mask(group)[clipped] for group in sets)
     classes[accents] = LETTER
     first = np.where(follows, _ANY, np.where(alone, _WORD_START, classes))
     return first, np.where(joins, _ANY, np.where(alone, _WORD_END, classes))

@@ -131,7 +131,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
         raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
-    return shards_of(folder, check_version(verify_manifest(folder, content=False), folder), split)
+    return shards_of(folder, check_version(verify_manifest(folder, check_hashes=False), folder), split)
 
 
 def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards:
@@ -157,7 +157,7 @@ def verify_shards(folder: Path) -> None:
     recorded in the folder, if it is writable.
     """
     folder = Path(folder)
-    manifest = check_version(verify_manifest(folder, content=False), folder)
+    manifest = check_version(verify_manifest(folder, check_hashes=False), folder)
     try:
         verified = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -38,7 +38,7 @@ from pretrain.corpus.splitters import Gpt2Splitter
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, WordPieces, WordTable, WordTokens, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measure
-from pretrain.storage.folders import files_of, read_stored_manifest
+from pretrain.storage.folders import file_entries, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
 LOCK = "lock"  # file in the work folder, locked by the coordinating process
@@ -329,7 +329,7 @@ def _store(folder: Path, names: Collection[str], state: _ProcessState) -> str:
     address, objects = state.settings.address, ObjectStore()
     try:
         # Do not overwrite the files of a corpus that another machine has stored in the meantime.
-        if not address or not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(names):
+        if not address or not file_entries(read_stored_manifest(address, objects)).keys().isdisjoint(names):
             return ""
         for name in names:
             objects.upload(folder / name, join(address, name))

@@ -178,7 +178,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         stored = (corpus.folder / MANIFEST).read_bytes()
     finally:
         local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.files_of(local)):
+        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.file_entries(local)):
             (corpus.folder / MANIFEST).unlink()  # so that training fetches the missing files
 
 
@@ -186,14 +186,14 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
     """Return whether the folder has all files of the corpus with this manifest, possibly with further sources."""
     if not (folder / MANIFEST).is_file():
         return False
-    local, stored_files = read_manifest(folder), folders.files_of(manifest)
+    local, stored_files = read_manifest(folder), folders.file_entries(manifest)
     return all(local["files"].get(name) == entry for name, entry in stored_files.items() if name not in CARD_FILES)
 
 
 def _remove_outdated(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder whose content is not as stated in this manifest."""
-    local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
-    for name, entry in folders.files_of(manifest).items():
+    """Remove the files of a folder whose content differs from this manifest."""
+    local = folders.file_entries((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
+    for name, entry in folders.file_entries(manifest).items():
         path = folder / name
         if local.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
             path.unlink()

@@ -147,7 +147,7 @@ def maskable_words(tokens: Sequence[str]) -> list[int]:
 
 
 def _is_word(text: str) -> bool:
-    return scripts.FOLLOWING.sub("", text).isalpha()
+    return scripts.CONTINUATION.sub("", text).isalpha()
 
 
 # ---- predicting masked tokens

@@ -113,7 +113,7 @@ class Continuation:
         self.identity["start"] = {
             "folder": self._config.start_from,
             "fingerprint": start.fingerprint,
-            "old_entries": start.old_entries,
+            "old_entries": start.old_rows,
         }
         self._scale_old_rows(engine)
         if engine.rank == 0:
@@ -125,7 +125,7 @@ class Continuation:
                     "table": start.table.split("\n"),
                     "family": start.family,
                     "config": start.config,
-                    SENTENCE: start.sentence,
+                    SENTENCE: start.sentence_files,
                 },
             )
         logger.info("started from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)

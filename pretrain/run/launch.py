@@ -126,7 +126,7 @@ def download(run_dir: Any) -> None:
     Under torchrun, the first process verifies the local files, and also fetches the best checkpoint.
     """
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
+        StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), is_follower=is_follower())
 
 
 def _describe_location(scheduling: SchedulingConfig, *, ray: bool, in_process: bool) -> str:
@@ -172,7 +172,7 @@ def _stopped_error(folder: Path, cause: BaseException | None = None) -> StoppedE
 
     Returns a `NothingSavedError` if no step is saved.
     """
-    error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
+    error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN_STEPS}")
     latest = _latest_checkpoint(folder)
     if isinstance(error, NothingSavedError) or (latest > UNTRAINED and latest in str(error)):
         return error

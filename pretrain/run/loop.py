@@ -31,7 +31,7 @@ from pretrain.run.spikes import LOSS_WINDOW, SkipCounter, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
-from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun, rank
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun, evaluation_key
 from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Fit(Generic[S]):
             checkpoints,
             engine.workers.new_cpu_group(collective_timeout(plan.config)),
             keep_last=plan.config.checkpoint.keep_last,
-            stored=StoredRun(address, plan.config.folder, SAVE_RETRY_SECONDS) if address else None,
+            stored_run=StoredRun(address, plan.config.folder, SAVE_RETRY_SECONDS) if address else None,
         )
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
@@ -399,7 +399,7 @@ class Fit(Generic[S]):
         """Compare an evaluation with the best so far."""
         progress, value = self.progress, self.task.to_minimize(means)
         self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
-        score = rank(self.validation)
+        score = evaluation_key(self.validation)
         if score is not None and (progress.best is None or list(score) < progress.best):
             progress.best, progress.evaluations_without_gain = list(score), 0
         else:

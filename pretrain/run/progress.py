@@ -65,7 +65,7 @@ class Progress:
     bad_in_a_row: int = 0  # consecutive steps without a finite loss and gradient
     seconds: float = 0.0  # seconds of training, over all starts, up to the last record
     part: str = ""  # name of the phase's validation set; losses on different sets are not comparable
-    best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` on this validation set
+    best: list[float] | None = None  # the lowest `pretrain.storage.runs.evaluation_key` on this validation set
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`

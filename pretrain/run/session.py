@@ -288,7 +288,7 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
 
     def find_latest(verify_content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        latest = store.latest(checkpoints, set_aside=True, content=verify_content)
+        latest = store.latest(checkpoints, set_aside=True, check_hashes=verify_content)
         return latest and latest.name
 
     def find_damage(checkpoint: Path) -> str | None:

@@ -1,6 +1,6 @@
 """Fetches folders of an object store to local folders, once per machine, and stores local folders in it.
 
-A folder's manifest is stored and fetched last. So where a manifest exists, locally or at the address, all its files
+A folder's manifest is stored and fetched last. So if a manifest exists, locally or at the address, all of its files
 exist, and the folder need not be listed. Folders without a manifest, such as raw text, are listed.
 """
 
@@ -35,8 +35,8 @@ from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
 MAX_CONCURRENT = 4  # number of concurrent transfers
-_STORED = ".stored"  # journal in a folder that is being stored: one line for each file already at the address
-_TIME_TOLERANCE_SECONDS = 0.01  # file systems round times
+_JOURNAL = ".stored"  # file in a folder that is being stored, with one line for each file already at the address
+_TIME_TOLERANCE_SECONDS = 0.01  # for equal modification times, which file systems round
 _WILDCARDS = frozenset("*?[")
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def fetch(
     *,
     folder: Path | None = None,
     exclude: Sequence[str] = (),
-    trusted: bool = True,
+    trust_sizes: bool = True,
     concurrency: int = 0,
     hashed: bool = False,
     advice: str = "Check the address.",
@@ -60,8 +60,8 @@ def fetch(
     Args:
         objects: the object store of the address.
         exclude: patterns of file names to omit; if there are any, no manifest is written.
+        trust_sizes: if the local manifest is the same, compare the sizes of local files, not their SHA-256.
         concurrency: number of simultaneous transfers; the default suits large files.
-        trusted: if the local manifest is the same, compare files by size, not by SHA-256.
         hashed: whether the files are stored under their `hashed_name`.
         advice: end of the error message if there is no manifest.
 
@@ -81,8 +81,8 @@ def fetch(
     }
     with folder_lock(folder):
         same_manifest = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
-        trusted = trusted and same_manifest
-        missing = [name for name, entry in files.items() if not is_intact(folder / name, entry, content=not trusted)]
+        check_hashes = not (trust_sizes and same_manifest)
+        missing = [n for n, entry in files.items() if not is_intact(folder / n, entry, check_hashes=check_hashes)]
         if same_manifest and not missing:
             return folder
         if not same_manifest:
@@ -123,39 +123,39 @@ def store(
 ) -> list[str]:
     """Store the folder with a manifest at `address`, the manifest last; files already stored are kept.
 
-    An interrupted call continues where it stopped. New files and files missing at the address are stored first. Before
-    changed files are replaced, the stored manifest is deleted; if all of them are among `replaced`, only their entries
-    are removed from it, so that the other files can still be fetched. Finally, files that only the previous manifest
-    lists are deleted. `check` is called before the manifest is written; `hashed` is as for `fetch`.
+    An interrupted call continues where it stopped. New files, and files missing at the address, are stored first. Then
+    the stored manifest is deleted, and the changed files are replaced; if all of these are among `replaced`, only their
+    entries are removed from the manifest, so that the other files can still be fetched. Finally, files that only the
+    previous manifest lists are deleted. `check` is called before the manifest is written; `hashed` is as in `fetch`.
 
     Returns the files that were missing at the address although its manifest listed them. Raises `MachineError` if a
     file is missing there, and missing or damaged in `folder`.
     """
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
-    old_entries, listed = files_of(stored_content), objects.listing(address)
-    names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
-    missing = {name for name in names if getattr(listed.get(names[name]), "bytes", None) != entries[name]["bytes"]}
+    old_entries, listed = file_entries(stored_content), objects.listing(address)
+    keys = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}  # stored names
+    missing = {name for name in keys if getattr(listed.get(keys[name]), "bytes", None) != entries[name]["bytes"]}
     if stored_content == content and not missing:
         return []
     changed = [name for name, entry in entries.items() if old_entries.get(name, entry) != entry]
-    journal = folder / _STORED
+    journal = folder / _JOURNAL
     journal.touch()
-    stored = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
+    stored_lines = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
 
     def put(name: str) -> None:
-        line = _stored_line(join(address, names[name]), entries[name]["sha256"])
-        if name in missing or line not in stored:
-            if not is_intact(folder / name, entries[name], content=name in old_entries):
+        line = _journal_line(join(address, keys[name]), entries[name]["sha256"])
+        if name in missing or line not in stored_lines:
+            if not is_intact(folder / name, entries[name], check_hashes=name in old_entries):
                 raise MachineError(
                     f"{join(address, name)}: is missing or has another size there, and is missing or damaged here. "
                     "Restore it, or run this command on a machine that has all files."
                 )
-            objects.upload(folder / name, join(address, names[name]))
+            objects.upload(folder / name, join(address, keys[name]))
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    run_concurrently(put, [n for n in names if n not in old_entries or (n in missing and n not in changed)])
+    run_concurrently(put, [n for n in keys if n not in old_entries or (n in missing and n not in changed)])
     if stored_content is not None and changed:
         if set(changed) <= set(replaced):
             kept = {name: entry for name, entry in old_entries.items() if name not in changed}
@@ -167,7 +167,7 @@ def store(
     if stored_content != content:
         objects.write(join(address, MANIFEST), content)
     journal.unlink(missing_ok=True)  # another process may have stored the folder, too
-    for name in old_entries.keys() - names.keys():
+    for name in old_entries.keys() - keys.keys():
         objects.delete(join(address, name))
     return sorted(missing & old_entries.keys())
 
@@ -196,12 +196,12 @@ def fetch_found(
     """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `show_progress`."""
     root = local_path(root_of(address))
     with folder_lock(root):
-        missing = [name for name, info in listed.items() if not _is_current(local_path(name), info)]
-        needed = sum(bytes_to_fetch(local_path(name), listed[name]) for name in missing)
+        outdated = [name for name, info in listed.items() if not _is_current(local_path(name), info)]
+        needed = sum(bytes_to_fetch(local_path(name), listed[name]) for name in outdated)
         _check_space(root, needed)
         with _progress_bar(f"fetching {address}", needed if show_progress else 0) as advance:
             run_concurrently(
-                lambda name: objects.download(name, local_path(name), listed[name], advance=advance), missing
+                lambda name: objects.download(name, local_path(name), listed[name], advance=advance), outdated
             )
     return sorted(local_path(name) for name in listed)
 
@@ -232,14 +232,14 @@ def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedOb
 
 
 def root_of(address: str) -> str:
-    """Return the folder to list: the address up to the first part with a wildcard."""
-    parts = address.rstrip("/").split("/")
-    stop = next((index for index, part in enumerate(parts) if _WILDCARDS & set(part)), len(parts))
-    return "/".join(parts[:stop])
+    """Return the folder to list: the address up to the first component with a wildcard."""
+    components = address.rstrip("/").split("/")
+    stop = next((index for index, name in enumerate(components) if _WILDCARDS & set(name)), len(components))
+    return "/".join(components[:stop])
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Match like glob: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
+    """Match like glob: `**` matches any number of folders; other wildcards, also in `a**`, match within one folder."""
     from fsspec.utils import glob_translate
 
     pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)
@@ -263,8 +263,8 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def files_of(manifest: bytes | None) -> dict[str, Any]:
-    """Return the entries of a stored manifest; {} if there is none or it is damaged."""
+def file_entries(manifest: bytes | None) -> dict[str, Any]:
+    """Return the entries of the files in a stored manifest; {} if there is none or it is damaged."""
     if manifest is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -281,9 +281,9 @@ def run_concurrently(work: Callable[[str], object], names: Iterable[str], concur
 
 def record_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
     """Record for the next `store` that files with these SHA-256 `hashes` (name -> hash) are already at the address."""
-    with (folder / _STORED).open("a", encoding="utf-8") as file:
-        file.writelines(_stored_line(join(address, name), sha256) for name, sha256 in hashes.items())
+    with (folder / _JOURNAL).open("a", encoding="utf-8") as file:
+        file.writelines(_journal_line(join(address, name), sha256) for name, sha256 in hashes.items())
 
 
-def _stored_line(address: str, sha256: str) -> str:
+def _journal_line(address: str, sha256: str) -> str:
     return f"{sha256} {address}\n"

@@ -31,7 +31,7 @@ from pretrain.common.packages import install_command
 
 RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 20.0
-CHUNK_BYTES = 16 << 20  # bytes per request of a download, which are lost if the connection breaks
+CHUNK_BYTES = 16 << 20  # bytes per request of a download; a broken connection loses at most one chunk
 # The package to install for a scheme, and the variables or command that provide its credentials.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
@@ -80,7 +80,7 @@ class ListedObject:
 
     bytes: int
     tag: str
-    modified: float  # seconds since the epoch; a hash of the tag if the store provides no times
+    modified: float  # modification time in seconds since 1970; a hash of the tag if the store provides no times
 
 
 class ObjectStore:
@@ -90,7 +90,7 @@ class ObjectStore:
         retry_seconds: time limit for retries of a failing operation, counted from its first failure; by default
             `RETRY_SECONDS`.
 
-    Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
+    Its methods raise `AccessError` for wrong credentials, a missing bucket or a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
     """
 
@@ -124,7 +124,7 @@ class ObjectStore:
                 _filesystem(address).pipe_file(_key(address), content, mode="create")
             except Exception:  # each library raises a different exception for an existing object
                 with contextlib.suppress(FileNotFoundError):
-                    return _filesystem(address).cat_file(_key(address)) == content  # the response may have been lost
+                    return _filesystem(address).cat_file(_key(address)) == content  # an earlier attempt succeeded
                 raise
             return True
 
@@ -160,7 +160,7 @@ class ObjectStore:
     ) -> None:
         """Fetch an object of `expected` size to `path`, atomically.
 
-        An interrupted download continues where it stopped, also in another process. The content must have the given
+        An interrupted download continues where it stopped, even in another process. The content must have the given
         SHA-256; without one, the object must still have the `expected` tag afterwards. Raises `ContentError` if not.
         `advance` is called with the number of bytes of each chunk.
         """
@@ -193,7 +193,7 @@ class ObjectStore:
                 raise FileNotFoundError(address)
             folder = f"{prefix}/"
             return {
-                name[len(folder) :]: _listed(info)
+                name[len(folder) :]: _to_listed_object(info)
                 for name, info in entries.items()
                 if name.startswith(folder) and not name.endswith("/")
             }
@@ -214,7 +214,7 @@ class ObjectStore:
         info = system.info(_key(address))
         if info.get("type") == "directory":
             raise FileNotFoundError(address)
-        return _listed(info)
+        return _to_listed_object(info)
 
     def _append(self, address: str, part: Path, size: int, advance: Callable[[int], object]) -> None:
         """Append the object's missing bytes to `part`, up to `size`."""
@@ -251,7 +251,7 @@ class ObjectStore:
                 now = time.monotonic()
                 failing_since = now if attempt == 1 else failing_since
                 seconds_left = failing_since + self._retry_seconds - now
-                if seconds_left <= 0 or _is_final(address, error):
+                if seconds_left <= 0 or _must_give_up(address, error):
                     raise MachineError(
                         f"{address}: cannot be {action}; {attempt} attempt{'s'[: attempt - 1]} in {now - start:.0f} s "
                         f"({_one_line(error)}). Check the network, HTTPS_PROXY and the object store, then run the "
@@ -311,8 +311,8 @@ def _key(address: str) -> str:
     return strip_protocol(address)
 
 
-def _listed(info: dict[str, Any]) -> ListedObject:
-    """Convert an `info` dictionary of s3fs, gcsfs, adlfs or huggingface_hub."""
+def _to_listed_object(info: dict[str, Any]) -> ListedObject:
+    """Convert the `info` dictionary of an object from s3fs, gcsfs, adlfs or huggingface_hub."""
     tag = next((str(info[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if info.get(key)), "")
     modified: Any = next((info[key] for key in ("LastModified", "last_modified", "mtime") if info.get(key)), None)
     tag = tag or str(modified)
@@ -387,8 +387,8 @@ def is_storage_error(error: BaseException) -> bool:
     )
 
 
-def _is_final(address: str, error: Exception) -> bool:
-    """Return whether to give up at once: the network is not the cause, or the store was never reached."""
+def _must_give_up(address: str, error: Exception) -> bool:
+    """Return whether to give up immediately: the network is not the cause, or the store never answered."""
     is_refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
     if is_refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
@@ -397,7 +397,7 @@ def _is_final(address: str, error: Exception) -> bool:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return whether a name does not resolve, the connection is refused, or a proxy cannot connect."""
+    """Return whether a host name does not resolve, a connection is refused, or a proxy cannot connect."""
     is_refused = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
     return is_refused or isinstance(error, socket.gaierror)
 

@@ -15,7 +15,7 @@ from pretrain.common.files import MANIFEST, write_json
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-# The first of these files that exists has the weights; if none does, a single torch file has them.
+# The weights are in the first of these files that exists, or else in the only torch file.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -30,7 +30,7 @@ _PATTERNS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "fine
 # The same files of a classifier over pooled embeddings.
 _PATTERNS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
 _FETCHED = ".fetched.json"  # record: names of the files that were fetched
-_FETCHING = ".fetching.json"  # name of this record during the next fetch
+_FETCHING = ".fetching.json"  # name of the previous record during a fetch
 
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
@@ -41,7 +41,7 @@ def fetch_released(address: str, objects: ObjectStore) -> None:
         listed = {join(address, name): listed[join(address, name)] for name in _needed_files(address, names, objects)}
     if not listed:
         raise InputError(f"{address}: no config.json, tokenizer or weights are stored there. Check the address.")
-    if (record := local_path(address) / _FETCHED).is_file():  # renamed, so an interrupted fetch does not count as one
+    if (record := local_path(address) / _FETCHED).is_file():  # renamed, so that an interrupted fetch leaves no record
         record.replace(record.with_name(_FETCHING))
     _remove_outdated(local_path(address), folders.fetch_found(address, listed, objects, show_progress=True))
 
@@ -59,8 +59,8 @@ def must_use_local_copy(address: str) -> bool:
 
 def _needed_files(address: str, names: Collection[str], objects: ObjectStore) -> set[str]:
     """Return the subset of `names` at `address` that is needed to load the model, with one set of weights."""
-    inner = f"{INNER_FOLDER}/" if "config.json" not in names and f"{INNER_FOLDER}/config.json" in names else ""
-    local_names = {name.removeprefix(inner) for name in names if name.startswith(inner)}
+    prefix = f"{INNER_FOLDER}/" if "config.json" not in names and f"{INNER_FOLDER}/config.json" in names else ""
+    local_names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     weights = [name for name in WEIGHT_FILES if name in local_names][:1]
     if not weights:
         torch_files = [name for name in local_names if Path(name).suffix in TORCH_SUFFIXES and "/" not in name]
@@ -68,10 +68,10 @@ def _needed_files(address: str, names: Collection[str], objects: ObjectStore) ->
     elif weights[0].endswith(".index.json"):
         # A damaged index raises an error when it is loaded.
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            content = json.loads(objects.read(join(address, inner + weights[0])) or b"")
+            content = json.loads(objects.read(join(address, prefix + weights[0])) or b"")
             weights += local_names & set(content["weight_map"].values())
     chosen = [name for name in local_names if name in weights or _matches(name)]
-    return {inner + name for name in chosen} | {name for name in names if _matches(name)}
+    return {prefix + name for name in chosen} | {name for name in names if _matches(name)}
 
 
 def _matches(name: str) -> bool:
@@ -79,7 +79,7 @@ def _matches(name: str) -> bool:
 
 
 def _remove_outdated(folder: Path, fetched: Iterable[Path]) -> None:
-    """Remove files of the previous fetch that are not at the address now: they could be loaded instead of new ones."""
+    """Remove fetched files that are no longer at the address, since they could be loaded instead of new ones."""
     if not folder.is_dir():  # the address is a single file
         return
     names, old_record = {path.relative_to(folder).as_posix() for path in fetched}, folder / _FETCHING

@@ -4,11 +4,11 @@ The run trains in the local folder of its address (`addresses.local_run`). These
 
     checkpoints/step-00001000/...     as in the local folder, but file names other than the manifest's contain the
                                       SHA-256, so an earlier start that still uploads does not overwrite a later
-                                      start's files. The manifest is deleted first
+                                      start's files. To store a checkpoint again, its manifest is deleted first
     config.yaml, metrics.jsonl, ...   as of the last stored checkpoint or the end of the run
     writers/writer-3                  machine and time of the run's third start; only the latest start may write
 
-A checkpoint without a manifest does not exist.
+A checkpoint without a manifest counts as missing.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, O
 from pretrain.storage.released import fetch_released, must_use_local_copy
 
 SAVE_RETRY_SECONDS = 60.0  # time limit for retries of a failing save, to a disk or an address
-WRITER = "writer.json"  # copy of the writer file of the last start in this local folder
-_WRITERS, _WRITER = "writers", "writer-{}"
-_CONCURRENT_DELETES = 32  # a checkpoint has a file per worker
+_LOCAL_WRITER = "writer.json"  # copy of the writer file of the last start in this local folder
+_WRITERS_FOLDER, _WRITER_NAME = "writers", "writer-{}"
+_CONCURRENT_DELETES = 32  # number of concurrent requests; a checkpoint has a file per worker
 _OVERWRITE_WARNING = "%s: the store ignores If-None-Match, so two launchers could train this run. Start only one."
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_FETCHING = ".fetching"  # marker that exists while a checkpoint, and after it the run's small files, are fetched
+_FETCHING = ".fetching"  # marker file that exists while a checkpoint, and then the run's small files, are fetched
 
 logger = logging.getLogger(__name__)
 
@@ -88,31 +88,31 @@ def _read_bytes(path: Path) -> bytes | None:
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the checkpoint with the lowest `rank`, "" if none has one; `states` are sorted by checkpoint name.
+    """Return the checkpoint with the lowest `evaluation_key`, or ""; `states` are sorted by checkpoint name.
 
     Only checkpoints evaluated on the same held-out samples as the last evaluated one are compared.
     """
-    ranks = {name: order for name, state in states.items() if (order := rank(state)) is not None}
-    if not ranks:
+    keys = {name: key for name, state in states.items() if (key := evaluation_key(state)) is not None}
+    if not keys:
         return ""
-    latest = states[list(ranks)[-1]]["validation_set"]
-    return min((name for name in ranks if states[name]["validation_set"] == latest), key=ranks.__getitem__)
+    latest = states[list(keys)[-1]]["validation_set"]
+    return min((name for name in keys if states[name]["validation_set"] == latest), key=keys.__getitem__)
 
 
-def rank(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
-    """Return a sort key, lowest is best: the task's objective, the held-out loss, the step.
+def evaluation_key(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
+    """Return a sort key of which the lowest is best: (the task's objective, the held-out loss, the step).
 
     `state` is state.json of a checkpoint, or the current state. None if it was not evaluated or a value is not finite.
     """
     if state.get("validation_loss") is None:
         return None
-    order = state["validation_loss"], state.get("held_out_loss", 0.0), state["step"]
-    return order if all(map(math.isfinite, order)) else None
+    key = state["validation_loss"], state.get("held_out_loss", 0.0), state["step"]
+    return key if all(map(math.isfinite, key)) else None
 
 
 @contextlib.contextmanager
 def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
-    """On exit, store the results in a run's `folder` at its `address`, also after a failure; "" stores nothing.
+    """On exit, store the results in a run's `folder` at its `address`, even after a failure. "" stores nothing.
 
     Raises:
         InputError: a run is stored there, and `resume` is false.
@@ -173,7 +173,7 @@ class StoredRun:
         self._objects = ObjectStore(retry_seconds)
         self._manifests: dict[str, bytes] | None = None  # stored checkpoint -> manifest; None before they are read
         self._states: dict[str, dict[str, Any]] = {}  # stored checkpoint -> state.json
-        # If this start took over from one elsewhere: its number, and the results in the folder when it started.
+        # If this start took over from one elsewhere: this start's number, and the results in the folder at that time.
         self._takeover: tuple[int, set[bytes]] | None = None
 
     def names(self) -> list[str]:
@@ -188,21 +188,21 @@ class StoredRun:
         """Return the name of the best stored checkpoint (`best_of`)."""
         return best_of({name: self.state(name) for name in self.names()})
 
-    def download(self, *, best: bool = False, follows: bool = False) -> None:
+    def download(self, *, best: bool = False, is_follower: bool = False) -> None:
         """Fetch the latest stored checkpoint and the run's files, unless the local folder has a later checkpoint.
 
-        Also fetches the model of a finished fine-tuning and, for a run that continues, the `best` checkpoint. One
-        process fetches and verifies; others that share the folder wait. With `follows`, another process has fetched, so
-        only the latest manifests are compared. Raises `InputError` if the folder contains another run, such as one that
-        was deleted at the address and trained again.
+        Also fetches the model of a finished fine-tuning and, if `best`, the best checkpoint. One process fetches and
+        verifies; others that share the folder wait. A follower calls this after another process has fetched, and only
+        compares the latest manifests. Raises `InputError` if the folder contains another run, such as one that was
+        deleted at the address and trained again.
         """
         marker = self._folder / _FETCHING
-        stored = self._read_state() if follows else None
+        stored = self._read_state() if is_follower else None
         with locked(self._folder / _LOCK):  # a lock file in the folder, which several machines may share
             # Hundreds of followers take this lock one after another, so they make no request while they hold it.
             if stored is not None and self._is_downloaded(stored) and not marker.is_file():
                 return
-            stored = self._read_state(refresh=follows)
+            stored = self._read_state(refresh=is_follower)
             fetched = self._download_latest(stored, marker)
             if best:
                 self._download_best()
@@ -216,21 +216,21 @@ class StoredRun:
                 marker.unlink(missing_ok=True)
 
     def download_checkpoints(self, names: Iterable[str]) -> None:
-        """Fetch these stored checkpoints, and the run's files if they are missing."""
+        """Fetch the stored checkpoints `names`, and the run's files if they are missing."""
         for name in names:
             self._fetch(name)
         if not (self._folder / METRICS).is_file():
             self.download_files()
 
     def claim(self) -> None:
-        """Make this start the only one that may write at the address, for all processes that share the folder.
+        """Let only this start, with all processes that share the folder, write at the address.
 
-        An earlier start that still runs elsewhere can no longer store anything. Raises `InputError` if the address is
-        not writable, before hours of training.
+        An earlier start that still runs elsewhere can no longer store anything. If the address is not writable, this
+        raises `InputError` before hours of training.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
-        local_writer, (number, stored) = self._folder / WRITER, self._last_writer()
+        local_writer, (number, stored) = self._folder / _LOCAL_WRITER, self._last_writer()
         number += 1
         while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
             number += 1
@@ -249,13 +249,13 @@ class StoredRun:
     def end(self, failure: BaseException | None = None) -> None:
         """Store the results of this start, as `complete` does, unless it failed without results.
 
-        In that case it withdraws the claim, as the previous start may still be running. A failure to store is
-        appended to the error that ended the run if that is a `RunError`, not a bug or Ctrl-C.
+        In that case, the claim is withdrawn, as the previous start may still be running. If a `RunError` ended the run
+        (not a bug or Ctrl-C), a failure to store is appended to its message.
         """
         try:
             if failure and self._takeover and self._results() <= self._takeover[1]:
                 self._objects.delete(self._writer(self._takeover[0]))
-                (self._folder / WRITER).unlink()
+                (self._folder / _LOCAL_WRITER).unlink()
             else:
                 self.complete()
         except RunError as reason:
@@ -278,7 +278,7 @@ class StoredRun:
             self._drop_cached(name)
 
     def put(self, checkpoint: Path, names: Iterable[str]) -> None:
-        """Store these files of a local checkpoint."""
+        """Store the files `names` of a local checkpoint."""
         entries = read_manifest(checkpoint)["files"]
         for name in names:
             stored = folders.hashed_name(name, entries[name])
@@ -307,25 +307,25 @@ class StoredRun:
         """Read state.json of a stored checkpoint; {} if it cannot be read."""
         if name not in self._states:
             try:
-                entry = folders.files_of(self._stored_manifests().get(name))[_STATE]
+                entry = folders.file_entries(self._stored_manifests().get(name))[_STATE]
                 content = self._objects.read(self._at("checkpoints", name, folders.hashed_name(_STATE, entry)))
                 self._states[name] = json.loads(content or b"{}")
             except (ValueError, KeyError):
                 self._states[name] = {}
         return self._states[name]
 
-    def keep(self, names: Iterable[str]) -> None:
+    def delete_except(self, names: Iterable[str]) -> None:
         """Delete all stored checkpoints except `names`, and leftovers of interrupted saves, up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
-        keep, latest = set(names), max(self.names(), default="")
+        kept, latest = set(names), max(self.names(), default="")
         listed = [path.partition("/") for path in self._objects.listing(self._at("checkpoints"))]
         deleted = {
-            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in keep
+            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in kept
         }
         files = [
-            (name, file) for name, _, file in listed if name in deleted or (name in keep and self._is_stale(name, file))
+            (name, file) for name, _, file in listed if name in deleted or (name in kept and self._is_stale(name, file))
         ]
-        # Manifests first: a checkpoint without one does not exist.
+        # Manifests first: a checkpoint without one counts as missing.
         for are_manifests in (True, False):
             paths = [self._at("checkpoints", name, f) for name, f in files if (f == MANIFEST) == are_manifests]
             folders.run_concurrently(self._objects.delete, paths, _CONCURRENT_DELETES)
@@ -335,18 +335,18 @@ class StoredRun:
     def complete(self) -> None:
         """Store what the address lacks: the latest checkpoint, the run's files, a fine-tuned model, the export.
 
-        Once a fine-tuned model is stored, the stored checkpoints are deleted, as the local ones are.
+        Once a fine-tuned model is stored, the stored checkpoints are deleted, like the local ones before.
         """
         self._check_claim()
         self.put_files()
-        latest, self._manifests = self._latest_intact(), None  # the workers have stored other checkpoints
+        latest, self._manifests = self._latest_intact(), None  # read again, as the workers have stored checkpoints
         checkpoint = [f"checkpoints/{latest}"] if latest > UNTRAINED and latest not in self.names() else []
         for name in (*checkpoint, _MODEL, "export"):
             if (self._folder / name / MANIFEST).is_file():
                 hashed, check = name in checkpoint, self._check_claim
                 folders.store(self._folder / name, self._at(name), self._objects, hashed=hashed, check=check)
         if (self._folder / _MODEL / MANIFEST).is_file() and not latest:
-            self.keep(())
+            self.delete_except(())
 
     def _results(self) -> set[bytes]:
         """Return the manifests of the local training results: checkpoints and a fine-tuning's model."""
@@ -355,7 +355,7 @@ class StoredRun:
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
-        local_writer = self._folder / WRITER
+        local_writer = self._folder / _LOCAL_WRITER
         stored = self._last_writer()[1] if local_writer.is_file() else None
         if stored is None or stored == local_writer.read_bytes():
             return
@@ -369,11 +369,11 @@ class StoredRun:
         return join(self.address, *names)
 
     def _writer(self, number: int) -> str:
-        return self._at(_WRITERS, _WRITER.format(number))
+        return self._at(_WRITERS_FOLDER, _WRITER_NAME.format(number))
 
     def _last_writer(self) -> tuple[int, bytes | None]:
         """Return the number and the writer file of the run's last start; (0, None) before the first start."""
-        names = self._objects.listing(self._at(_WRITERS))
+        names = self._objects.listing(self._at(_WRITERS_FOLDER))
         number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
         return number, self._objects.read(self._writer(number)) if number else None
 
@@ -440,17 +440,17 @@ class StoredRun:
             )
 
     def _is_ahead(self, local_name: str, name: str, stored: _StoredState) -> bool:
-        """Return whether the run continues from the local checkpoint `local_name`, not from the stored `name`."""
+        """Return whether the run continues from the local checkpoint `local_name` rather than the stored `name`."""
         is_same = self._is_local(stored.checkpoints.get(name), "checkpoints", name)
         return local_name > name or (local_name == name and (is_same or self._started_here(stored)))
 
     def _started_here(self, stored: _StoredState) -> bool:
         """Return whether the last start of the run was in the local folder."""
-        writer = _read_bytes(self._folder / WRITER)
+        writer = _read_bytes(self._folder / _LOCAL_WRITER)
         return writer is not None and stored.writer in (None, writer)
 
     def _is_local(self, manifest: bytes | None, *names: str) -> bool:
-        """Return whether this subfolder of the local folder has the `manifest`."""
+        """Return whether the subfolder `names` of the local folder has this `manifest`."""
         return manifest is not None and manifest == _read_bytes(self._folder.joinpath(*names, MANIFEST))
 
     def _download_best(self) -> None:
@@ -466,11 +466,11 @@ class StoredRun:
 
     def _fetch(self, name: str) -> None:
         folder, address = self._folder / "checkpoints" / name, self._at("checkpoints", name)
-        folders.fetch(address, self._objects, folder=folder, trusted=False, hashed=True)
+        folders.fetch(address, self._objects, folder=folder, trust_sizes=False, hashed=True)
 
     def _is_stale(self, name: str, file: str) -> bool:
         """Return whether `file` is a leftover of an earlier save of the stored checkpoint `name`, by its manifest."""
-        entries = folders.files_of(self._stored_manifests().get(name))
+        entries = folders.file_entries(self._stored_manifests().get(name))
         names = {folders.hashed_name(other, entry) for other, entry in entries.items()}
         return bool(entries) and file not in {MANIFEST, *names}
 
@@ -493,7 +493,7 @@ class StoredRun:
         """Fetch the small files of the run."""
         for name in STORED:
             content = self._objects.read(self._at(name))
-            if content is None and not (self._folder / WRITER).is_file():  # left over from an earlier run
+            if content is None and not (self._folder / _LOCAL_WRITER).is_file():  # the file is from an earlier run
                 (self._folder / name).unlink(missing_ok=True)
             elif content is not None:
                 with atomic_open(self._folder / name) as file:

@@ -79,7 +79,7 @@ def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:
         assert "trust_remote_code=True, and encoder/ without" in export_run(tmp_path / "run", out)
     transformers.AutoModelForSequenceClassification.from_pretrained(out, trust_remote_code=True)
     assert "`encoder/`" in card
-    assert read_released(out).sentence == read_released(folder).sentence != {}
+    assert read_released(out).sentence_files == read_released(folder).sentence_files != {}
     (out / "encoder" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"encoder/notes\.txt: no export wrote it"):
         export_run(tmp_path / "run", out)

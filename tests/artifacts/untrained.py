@@ -27,7 +27,7 @@ def write_like(
     """The released model with this head, in its own layout; `config` changes config.json."""
     parts: dict[str, Any] = {"family": released.family, "model": released.model, "backbone": released.backbone}
     written = {**released.config, **config}
-    write_released(out, **parts, head=head, purpose=purpose, config=written, tokenizer=tokenizer, card="")
+    write_released(out, **parts, head=head, purpose=purpose, config=written, tokenizer_folder=tokenizer, card="")
     return out
 
 

@@ -151,7 +151,7 @@ def test_both_models_of_an_electra_run_are_written(tmp_path: Path) -> None:
     values = pretraining(tokenizer, tmp_path / "run", [(32, 8, 2)], model=shape.model_dump(mode="json"))
     config = PretrainConfig.model_validate({**values, "electra": settings.model_dump(), "pairs": {"objective": "none"}})
     for part in make_objective(config).exported:
-        kind: dict[str, Any] = {"family": layout_of(part.shape, part.layout).family, "head": part.head}
+        kind: dict[str, Any] = {"family": layout_of(part.shape, part.layout).family, "class_suffix": part.head}
         folder = tmp_path / f"out{part.suffix}"
         hf.export(part.weights(state), part.shape, tokenizer, folder, next_sentence=False, card="", **kind)
     for folder, own in (("out", discriminator_state(state)), ("out-generator", generator_state(state))):
@@ -203,7 +203,7 @@ def test_a_fine_tuned_model_is_written_with_its_logits(entry: dict[str, Any], he
         head={name.removeprefix("head."): tensor for name, tensor in state.items() if name.startswith("head.")},
         purpose=head,
         config={},
-        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer,
         card="",
     )
     released = read_released(tmp_path / "out")

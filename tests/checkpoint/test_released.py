@@ -246,7 +246,7 @@ def target_of(released: Released, name: str) -> str:
     ("name", "change", "reason"),
     [
         ("cls.predictions.transform.dense.bias", None, "cls.predictions.transform.dense.bias is missing"),
-        ("cls.predictions.bias", torch.zeros(7), r"heads.mlm_bias would be \[7\]"),
+        ("cls.predictions.bias", torch.zeros(7), r"heads.mlm_bias would have the shape \[7\]"),
         ("cls.predictions.decoder.weight", torch.zeros(ROWS, 32), "differs from embeddings.word; an untied"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_classifier_of_another_shape_is_left_out() -> None:
     classifier = {"classifier.weight": torch.ones(3, 33), "classifier.bias": torch.ones(3)}
     released = read_tensors({**TENSORS, **classifier})
     assert set(released.head) == {"dense_weight", "dense_bias"}
-    assert target_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
+    assert target_of(released, "classifier.bias") == "left out: head.out_weight would have the shape [3, 33]"
     classifier = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(2)}
     reason = target_of(read_tensors({**TENSORS, **classifier}), "classifier.weight")
     assert reason.startswith("left out: its weight and bias have")
@@ -365,7 +365,7 @@ def test_weights_of_another_config_are_refused() -> None:
 
 def test_a_tensor_given_twice_is_refused() -> None:
     word = TENSORS["bert.embeddings.word_embeddings.weight"]
-    with pytest.raises(InputError, match=r"both are embeddings\.word"):
+    with pytest.raises(InputError, match=r"both fill embeddings\.word"):
         read_tensors({**TENSORS, "embeddings.word_embeddings.weight": word})
 
 

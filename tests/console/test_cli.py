@@ -488,7 +488,7 @@ sys.exit(run_for_exit_code(run))
 
 
 def test_a_stopped_stage_leaves_the_advice_to_its_command() -> None:
-    again = StoppedError(f"stopped at step 2 of 4.{StoppedError.CONTINUE}").again()
+    again = StoppedError(f"stopped at step 2 of 4.{StoppedError.CONTINUE}").for_rerun()
     assert str(again) == "stopped at step 2 of 4. Run the same command again to continue."
 
 

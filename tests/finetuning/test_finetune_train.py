@@ -338,7 +338,7 @@ def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:
     assert runs.plan(config_of(root, "next", start_from=str(root / "whole")), in_process=True).family == "bert"
     (root / "edited/config.yaml").write_text(dump(config_of(root, "edited")))
     unfinished = config_of(root, "next", start_from=str(root / "edited"))
-    refused("edited: an unfinished fine-tuning", runs.plan, unfinished, in_process=True)
+    refused("edited: an unfinished fine-tuning run", runs.plan, unfinished, in_process=True)
 
 
 def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:

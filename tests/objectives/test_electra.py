@@ -83,7 +83,7 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
     small = make_corpus(tmp_path / "corpus", vocabulary_size=60)
     written = {"next_sentence": False, "card": "", "family": "electra"}
     shape = model.settings.generator(SHAPE)
-    hf.export(discriminator_state(own), SHAPE, small, tmp_path / "d", head="ForPreTraining", **written)
+    hf.export(discriminator_state(own), SHAPE, small, tmp_path / "d", class_suffix="ForPreTraining", **written)
     hf.export(generator_state(own), shape, small, tmp_path / "g", **written)
     classes: list[tuple[Any, Path]] = [(ElectraForPreTraining, tmp_path / "d"), (ElectraForMaskedLM, tmp_path / "g")]
     (discriminator, report), (generator, other) = (

@@ -124,7 +124,7 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
         ("[json:dumps]", "callbacks.0: json:dumps: is not a callback."),
         ("[told.hooks:tells]", "told/hooks.py has no tells; did you mean tell?"),
         ("[told.hooks]", "callbacks.0: 'told.hooks' is not a dotted name such as my_package.module:name"),
-        ("[7]", "callbacks.0: use my_package.module:name, or a section with it as `call`"),
+        ("[7]", "callbacks.0: use my_package.module:name, or a section with this name as `call`"),
         ("told.hooks:tell", "callbacks is 'told.hooks:tell'; expected a list"),
         ("[{call: 'told.hooks:Fails', at: 1, on_error: never}]", "callbacks.0: on_error: 'never' is not one of warn"),
         ("[{call: 'told.hooks:Fails', att: 1}]", "callbacks.0: told.hooks:Fails: missing a required argument: 'at'."),

@@ -177,11 +177,11 @@ def test_a_pooled_checkpoint_keeps_its_pooling(place: Place, runs: dict[str, Pat
     shutil.copytree(run, tmp_path / "again")
     (tmp_path / "again" / "start.json").write_text(json.dumps({**first, "config": {}}))
     hf.export_run(tmp_path / "again", tmp_path / "other")
-    assert len(start.sentence) == 4
+    assert len(start.sentence_files) == 4
     for folder in (tmp_path / "out", tmp_path / "other"):
-        assert {name: json.loads((folder / name).read_text()) for name in start.sentence} == start.sentence
+        assert {name: json.loads((folder / name).read_text()) for name in start.sentence_files} == start.sentence_files
     for released in (start, read_released(run), read_released(tmp_path / "out"), read_released(tmp_path / "other")):
-        assert (released.task_head("sequence").pooling, released.sentence) == ("mean", start.sentence)
+        assert (released.task_head("sequence").pooling, released.sentence_files) == ("mean", start.sentence_files)
     assert read_released(run).config == {"classifier_pooling": "mean"}
 
 
@@ -221,9 +221,9 @@ def test_a_transform_that_a_layout_shares_with_task_heads_is_not_left_out() -> N
     mapping = [dense, MappedTensor("head.norm.weight", (8,), "head.norm_weight")]
     shapes = {"heads.mlm_transform_weight": (8, 8), norm: (8,)}
     released: Any = SimpleNamespace(mapping=mapping)
-    assert "left out" not in weights_table(released, shapes, (), from_corpus=False, added=0)
+    assert "left out" not in weights_table(released, shapes, (), bias_from_corpus=False, added=0)
     released.mapping = [dense, MappedTensor("transform", (8, 8), "heads.mlm_transform_weight")]
-    table = weights_table(released, shapes, (norm,), from_corpus=False, added=0)
+    table = weights_table(released, shapes, (norm,), bias_from_corpus=False, added=0)
     assert "head.dense.weight: 1 tensor left out: this run has no such head" in table
 
 

@@ -34,7 +34,7 @@ from pretrain.corpus import listing
 from pretrain.corpus.sources import list_inputs
 from pretrain.run import launch
 from pretrain.storage import folders, objects, runs
-from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
+from pretrain.storage.objects import ListedObject, ObjectStore, _part_file, _to_listed_object
 from pretrain.storage.runs import StoredRun, fetched_model, storing
 from pretrain.training.engine import Fragment
 from tests.distributed import Rank, Ranks
@@ -400,12 +400,12 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
     ],
 )
 def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: ListedObject) -> None:
-    assert _listed(facts) == expected
+    assert _to_listed_object(facts) == expected
 
 
 def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     group = rank or Rank(0, Ranks(1))
-    return Saver(folder / "checkpoints", group, keep_last=1, retry_seconds=0.0, stored=run)
+    return Saver(folder / "checkpoints", group, keep_last=1, retry_seconds=0.0, stored_run=run)
 
 
 def save_on_two_ranks() -> list[Saver]:
@@ -512,10 +512,10 @@ def test_a_follower_asks_for_nothing_while_others_wait_for_it(proxy, monkeypatch
 
     monkeypatch.setattr(runs, "locked", counted)
     for follows, names in ((True, ["step-00000002"]), (False, ["step-00000001", "step-00000002"])):
-        StoredRun(RUN, folder).download(best=not follows, follows=follows)
+        StoredRun(RUN, folder).download(best=not follows, is_follower=follows)
         assert checkpoint_names(folder) == names
     for _ in range(2):
-        StoredRun(RUN, folder).download(follows=True)
+        StoredRun(RUN, folder).download(is_follower=True)
     assert [count > 0 for count in asked] == [True, True, False, False]
 
 

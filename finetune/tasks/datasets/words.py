@@ -48,4 +48,4 @@ def _kind(character: str) -> int:
     category = unicodedata.category(character)
     if category[0] in "PS" or scripts.STARTS_UNIT.match(character):
         return _SINGLE
-    return _MARK if category in ("Cc", "Cf") or scripts.FOLLOWING.match(character) else _WORD_PART
+    return _MARK if category in ("Cc", "Cf") or scripts.CONTINUATION.match(character) else _WORD_PART

@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         Stages(arguments).run()
     except StoppedError as error:
-        raise error.again() from None
+        raise error.for_rerun() from None
     except KeyboardInterrupt:
-        raise StoppedError(f"{arguments.out}: stopped.").again() from None
+        raise StoppedError(f"{arguments.out}: stopped.").for_rerun() from None
     except (MachineError, DivergedError):  # not after an InputError: the same command would fail again
         print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
         raise

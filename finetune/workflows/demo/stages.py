@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         _pretrain(arguments)
         _finetune(arguments)
     except StoppedError as error:
-        raise error.again() from None
+        raise error.for_rerun() from None
     from pretrain.reporting import report
 
     _print_title(5 + len(TASKS), "report")

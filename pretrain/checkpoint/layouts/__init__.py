@@ -17,7 +17,7 @@ from pretrain.checkpoint.layouts.facts import (
     unsupported_parts,
     write_config,
 )
-from pretrain.checkpoint.layouts.layout import KeyMapping, StackedName, encoder_shapes
+from pretrain.checkpoint.layouts.layout import Layout, StackedName, encoder_shapes
 from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "BERTRAIN",
     "LAYOUTS",
     "HeadDropout",
-    "KeyMapping",
+    "Layout",
     "ReleasedFacts",
     "StackedName",
     "TaskHead",

@@ -4,16 +4,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pretrain.checkpoint.layouts import families
-from pretrain.checkpoint.layouts.layout import KeyMapping, first_position
+from pretrain.checkpoint.layouts.layout import Layout, first_position
 from pretrain.checkpoint.layouts.pooled import POOLING, wrap
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import kind_names, load_kind
 from pretrain.config import ModelConfig
 
-LAYOUTS: dict[str, KeyMapping] = {
-    name: load_kind(families.__name__, name).LAYOUT for name in kind_names(families.__name__)
-}
+LAYOUTS: dict[str, Layout] = {name: load_kind(families.__name__, name).LAYOUT for name in kind_names(families.__name__)}
 BERT = LAYOUTS["bert"]
 BERTRAIN = LAYOUTS["bertrain"]
 
@@ -21,10 +19,10 @@ BERTRAIN = LAYOUTS["bertrain"]
 class ReleasedFacts(NamedTuple):
     """A model's shape and layout, as described by its config.json."""
 
-    layout: KeyMapping
+    layout: Layout
     model: ModelConfig
-    token_types: int = 2  # rows of the segment table in the file; 0 if it has none
-    first_position: int = 0  # row of the first token in the position table
+    token_types: int = 2  # number of token types in the file; 0 if it has no table of them
+    first_position: int = 0  # row of a sequence's first token in the position table
 
 
 def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
@@ -36,7 +34,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for one in LAYOUTS.values() for name in (one.released_name, *one.variants, *one.old_types)]
+        known = [name for one in LAYOUTS.values() for name in (one.written_model_type, *one.variants, *one.old_types)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         rate = config.get(key)
@@ -53,49 +51,49 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
 def write_config(
     config: Mapping[str, Any],
     facts: ReleasedFacts,
-    head: str,
+    class_suffix: str,
     vocabulary_size: int,
-    pad: int | None,
-    special: Mapping[str, int | None] | None = None,
+    pad_id: int | None,
+    special_ids: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Return config.json of a model in fp32: `config`, with the fields replaced that the facts determine.
 
     Args:
-        head: suffix of the class's name, such as ForPreTraining.
-        pad: id of the padding token, if `config` has none.
-        special: role -> id of the other special tokens, for keys in `KeyMapping.special_ids` missing in `config`.
+        class_suffix: suffix of the class's name, such as ForPreTraining.
+        pad_id: id of the padding token, if `config` has none.
+        special_ids: role -> id of special tokens, for keys of `Layout.special_ids` that `config` lacks.
 
     Raises:
         InputError: the family's layout cannot represent the model.
     """
     layout, model, token_types, first_position = facts
     check_supported(layout, model)
-    model_type = config["model_type"] if config.get("model_type") in layout.variants else layout.released_name
+    model_type = config["model_type"] if config.get("model_type") in layout.variants else layout.written_model_type
     values = layout.values_of(model, config, token_types)
     if first_position:
         values["max_position_embeddings"] += first_position
-    ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
+    ids = {key: (special_ids or {}).get(role) for key, role in layout.special_ids.items()}
     content = {
-        "pad_token_id": pad,
-        **ids,
+        "pad_token_id": pad_id,
+        **{key: index for key, index in ids.items() if index is not None},
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
-        "architectures": [layout.variants.get(model_type, layout.class_prefix) + head],
+        "architectures": [layout.variants.get(model_type, layout.class_prefix) + class_suffix],
         "model_type": model_type,
         "dtype": "float32",
         "vocab_size": vocabulary_size,
         **values,
     }
-    if head == "ForSequenceClassification" and needs_custom_code(layout.family, model, config):
+    if class_suffix == "ForSequenceClassification" and needs_custom_code(layout.family, model, config):
         return wrap(content, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
     return content
 
 
 def needs_custom_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a sequence classifier needs `trust_remote_code`: no class of transformers has its pooling."""
+    """Return whether a sequence classifier needs `trust_remote_code`, as no class of transformers has its pooling."""
     return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
-def check_supported(layout: KeyMapping, model: ModelConfig) -> None:
+def check_supported(layout: Layout, model: ModelConfig) -> None:
     """Raise `InputError` if the layout cannot represent the model."""
     if reason := layout.unsupported_parts(model):
         raise InputError(
@@ -104,7 +102,7 @@ def check_supported(layout: KeyMapping, model: ModelConfig) -> None:
         )
 
 
-def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
+def layout_of(model: ModelConfig, family: str = "") -> Layout:
     """Return the layout for exporting a pretrained model: its family's, or ours if that cannot represent the model.
 
     Args:
@@ -115,8 +113,8 @@ def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
 
 
 def unsupported_parts(model: ModelConfig) -> str:
-    """Return the model's settings that its family's layout cannot represent, so that ours is used."""
-    # A discriminator of ELECTRA uses the architecture of another family.
+    """Return the settings that prevent an export of the model in its family's layout."""
+    # A discriminator of ELECTRA has the architecture of another family.
     reasons = filter(None, (LAYOUTS[family].unsupported_parts(model) for family in (model.family, "electra")))
     reason = next(reasons, "")
     settings = [part for part in reason.split("; ") if part.startswith("model.")]
@@ -136,7 +134,7 @@ def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpos
 
 
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
-# Fields that describe another file or another program.
+# Fields of a config.json that do not apply to the one written from it.
 _NOT_COPIED = (
     "transformers_version",
     "torch_dtype",
@@ -148,13 +146,13 @@ _NOT_COPIED = (
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """Return the family in `LAYOUTS`, "" if there is none; configs from before 2020 have no model_type."""
+    """Return the key of the family in `LAYOUTS`, or "". Configs from before 2020 have no model_type."""
     model_type: str | None = config.get("model_type")
     if model_type is not None:
         names: dict[str, str] = {
             name: layout.family
             for layout in LAYOUTS.values()
-            for name in (layout.released_name, *layout.variants, *layout.old_types)
+            for name in (layout.written_model_type, *layout.variants, *layout.old_types)
         }
         return names.get(model_type, "")
     architecture = (config.get("architectures") or [""])[0]

@@ -1,6 +1,6 @@
 """The description of a released layout: the names of our parameters in a family's files, and its config.json.
 
-`pretrain/model/parameters.py` has our names. `KeyMapping` maps modules, which have a weight and a bias in the files:
+`pretrain/model/parameters.py` has our names. `Layout` maps our modules, which have weights and biases, to the family's:
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
@@ -36,7 +36,7 @@ _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embeddi
 
 
 class StackedName(NamedTuple):
-    """One of our parameters, and the index of the part of it that a tensor fills, if it stacks several tensors."""
+    """One of our parameters, or, if it stacks several tensors of a file, the part with this index."""
 
     name: str
     part: int = 0
@@ -47,37 +47,37 @@ def _no_fields(*_: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class KeyMapping:
-    """One family's names and its config.json.
+class Layout:
+    """The names of one family, and its config.json.
 
     Attributes:
         family: a key of `LAYOUTS`.
         class_prefix: prefix of transformers' class names.
-        layer: module that contains the layers by index, such as encoder.layer, without the prefix.
+        layer: module that contains the layers by index, such as encoder.layer, without `prefix`.
         layer_modules: our module of a layer -> the family's modules that it stacks, in this order.
         other_modules: our module outside the layers -> the family's, including the prefix if it has one.
         decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
-        out: task (sequence, tokens, spans) -> the module of head.out to write; any of them is accepted on reading.
-        config: field of `ModelConfig` -> key of config.json.
+        out_modules: task (sequence, tokens, spans) -> the module of head.out to write; any of them may be read.
+        config_keys: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, task) -> the layers between the encoder and head.out.
         model_type: transformers' name of the family, if it is not `family`.
         model_family: `ModelConfig.family`, which determines the parts of the block.
         prefix: prefix of the encoder's names in a model with a head; "" stands for the family and a period.
-        unprefixed: starts of the encoder's names in a file without a head, where they lack `prefix`.
+        unprefixed: beginnings of the encoder's names in a file without a head, where they lack `prefix`.
         spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
-        unused: prefix of names that fill none of our parameters -> what these tensors are.
+        unused: prefix of names that fill none of our parameters -> a description of these tensors.
         defaults: values of `ModelConfig` if config.json has none, where they differ from `model_family`'s.
-        supported: key of config.json -> the values that our encoder supports; the first one if the key is absent.
+        supported: key of config.json -> the supported values; if the key is absent, the first of them is assumed.
         modernize: converts a config.json to the current keys, for families whose keys changed.
         read: current config.json -> fields of `ModelConfig` that need more than renaming a key.
         write: (shape, config.json) -> the fields that `read` reads.
         activation_key: the key of config.json for `ModelConfig.activation`.
         mlm_activation: activation of the masked-language-modeling head if it is fixed; otherwise as in the layers.
-        token_types: rows of the segment table if config.json names none; None if the family never has one.
-        padded_positions: whether the position table starts with unused rows up to the padding token's id.
+        token_types: number of token types if config.json names none; None if the family never has one.
+        padded_positions: whether the position table starts with unused rows, up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
-        special_ids: key of config.json for the id of a special token, besides pad_token_id -> the token's role.
+        special_ids: key of config.json for the id of a special token (besides pad_token_id) -> the token's role.
         tokenizer_class: transformers' class of its tokenizers; "" stands for `class_prefix` + "Tokenizer".
         variants: model_type of other families with the same layout -> the prefix of their classes.
         old_types: earlier values of model_type for this family; models are written with the current one.
@@ -89,8 +89,8 @@ class KeyMapping:
     layer_modules: Mapping[str, tuple[str, ...]]
     other_modules: Mapping[str, str]
     decoder: str
-    out: Mapping[str, str]
-    config: Mapping[str, str]
+    out_modules: Mapping[str, str]
+    config_keys: Mapping[str, str]
     task_head: Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]
     model_type: str = ""
     model_family: str = "bert"
@@ -117,7 +117,7 @@ class KeyMapping:
     # ---- names
 
     def names(self, ours: str, purpose: str = "sequence") -> list[str]:
-        """Return the family's names of one of our parameters as transformers writes them now: three for qkv, else one.
+        """Return the family's current names of one of our parameters: several if its files split it, such as qkv.
 
         [] if the family has no such parameter.
         """
@@ -128,7 +128,7 @@ class KeyMapping:
         if match is not None:
             layer = f"{self._prefix}{self.layer}.{match[1]}"
             return [f"{layer}.{theirs}.{kind}" for theirs in self.layer_modules.get(match[2], ())]
-        theirs = self.out[purpose] if module == "head.out" else self.other_modules.get(module)
+        theirs = self.out_modules[purpose] if module == "head.out" else self.other_modules.get(module)
         return [] if theirs is None else [f"{theirs}.{kind}"]
 
     def current_names(self, name: str) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ class KeyMapping:
         module, _, kind = name.rpartition(".")
         for fused, parts in self.fused.items():
             if module == fused or module.endswith(f".{fused}"):
-                before = module.removesuffix(fused)
-                return tuple(f"{before}{part}.{kind}" for part in parts)
+                parent = module.removesuffix(fused)
+                return tuple(f"{parent}{part}.{kind}" for part in parts)
         return (name,)
 
     def normalize(self, name: str) -> str:
@@ -200,22 +200,22 @@ class KeyMapping:
         for key, supported in self.supported.items():
             if config.get(key, supported[0]) not in supported:
                 raise ValueError(f"{key} is {config[key]!r}; only {supported[0]!r} is supported")
-        sizes = {ours: config[theirs] for ours, theirs in self.config.items() if theirs in config or ours in _SIZES}
-        if sizes.get("embedding") == sizes["hidden"]:
-            sizes["embedding"] = 0
+        fields = {ours: config[key] for ours, key in self.config_keys.items() if key in config or ours in _SIZES}
+        if fields.get("embedding") == fields["hidden"]:
+            fields["embedding"] = 0
         if self.padded_positions:
-            sizes["max_positions"] -= first_position(config)
-        values = {"family": self.model_family, "size": "custom", "activation": self._activation(config)}
-        return ModelConfig.model_validate({**self.defaults, **values, **sizes, **self.read(config)})
+            fields["max_positions"] -= first_position(config)
+        fixed = {"family": self.model_family, "size": "custom", "activation": self._activation(config)}
+        return ModelConfig.model_validate({**self.defaults, **fixed, **fields, **self.read(config)})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
         """Return the fields of config.json that a shape determines.
 
         Args:
-            config: the other known fields.
-            token_types: rows of the segment table.
+            config: the other fields that are known.
+            token_types: number of token types in the file.
         """
-        values = {key: getattr(model, ours) for ours, key in self.config.items()}
+        values = {key: getattr(model, ours) for ours, key in self.config_keys.items()}
         if "embedding_size" in values:
             values["embedding_size"] = model.embedding or model.hidden
         values[self.activation_key] = get_activation(model.activation).released_names[0]
@@ -237,7 +237,7 @@ class KeyMapping:
             reread = self._shape_of(values)
         except (KeyError, ValueError) as error:
             positions = FAMILY_SETTINGS[self.model_family].get("positions", "learned")
-            if model.positions != positions:  # then config.json lacks fields that reading needs
+            if model.positions != positions:  # config.json then lacks fields that are needed to read it
                 return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
         return self._differences(model, reread)
@@ -253,8 +253,8 @@ class KeyMapping:
             reasons.append(
                 f"model.activation is {model.activation}, and {self.family}'s head has {self.mlm_activation}"
             )
-        ours = {_any_layer(name) for name in encoder_shapes(model, 0)}
-        theirs = {_any_layer(name) for name in encoder_shapes(reread, 0) if self.names(name)}
+        ours = {_without_layer_index(name) for name in encoder_shapes(model, 0)}
+        theirs = {_without_layer_index(name) for name in encoder_shapes(reread, 0) if self.names(name)}
         if self.token_types is None and model.token_types:
             theirs.add("embeddings.token_type")  # DistilBERT adds it to the positions
         if ours - theirs:
@@ -269,8 +269,8 @@ class KeyMapping:
         return activation_name(self.activation_key, config.get(self.activation_key, default))
 
     @property
-    def released_name(self) -> str:
-        """Return the model_type of written models."""
+    def written_model_type(self) -> str:
+        """Return the model_type in the config.json of written models."""
         return self.model_type or self.family
 
     @property
@@ -279,7 +279,7 @@ class KeyMapping:
 
 
 def first_position(config: Mapping[str, Any]) -> int:
-    """Return the row of the first token in a position table that starts with padding.
+    """Return the row of a sequence's first token in a position table that starts with unused rows.
 
     transformers models/roberta/modeling_roberta.py, create_position_ids_from_input_ids.
     """
@@ -313,12 +313,12 @@ def _parameters(model: ModelConfig, vocabulary_size: int) -> Iterator[tuple[str,
     yield "final", final_parameters(model)
 
 
-def _any_layer(name: str) -> str:
+def _without_layer_index(name: str) -> str:
     return re.sub(r"^layers\.\d+", "layers.*", name)
 
 
 def _traits(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings, with defaults resolved, in which equivalent shapes must agree, besides sizes."""
+    """Return the settings, besides sizes, in which equivalent shapes must agree, with defaults resolved."""
     names = (
         "norm",
         "norm_placement",

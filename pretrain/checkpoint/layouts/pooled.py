@@ -1,4 +1,4 @@
-"""Sequence heads that pool all tokens (mean or maximum), for families whose transformers class reads [CLS].
+"""Sequence heads that pool all tokens (mean or maximum), for families whose class in transformers reads only [CLS].
 
 Models trained by sentence-transformers need this: their first token was never trained to represent the input. A
 fine-tuned one is written under a custom model type with a modeling file, so that transformers requires
@@ -11,7 +11,7 @@ from typing import Any
 POOLING = "classifier_pooling"  # key of the pooling in config.json, as in ModernBERT's
 MODEL_TYPE = "pooled_encoder"
 MODELING_FILE = "modeling_pooled.py"
-ENCODER = "encoder"  # the folder of the encoder without the head
+ENCODER = "encoder"  # subfolder with the encoder, without the head
 _CLASS = "PooledForSequenceClassification"
 _TYPE_KEY, _OUTPUT_KEY = "encoder_model_type", "output_layer"
 _ADDED_KEYS = (_TYPE_KEY, _OUTPUT_KEY, "auto_map")

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def read_base(parameters: Mapping[str, Any], where: str, default: float) -> float:
-    """Read the base of plain rotary frequencies; raises ValueError, naming the field, for scaled or partial ones.
+    """Read the base of plain rotary frequencies. Scaled or partial ones raise a ValueError that names the field.
 
     Args:
         parameters: transformers 5's rope_parameters: rope_theta, rope_type and the type's parameters.
@@ -22,8 +22,8 @@ def read_base(parameters: Mapping[str, Any], where: str, default: float) -> floa
     return float(default if base is None else base)
 
 
-def read_single(config: Mapping[str, Any], default: float) -> float:
-    """Read the base of a model with one base for all layers, from rope_parameters or transformers 4's rope_theta."""
+def read_shared_base(config: Mapping[str, Any], default: float) -> float:
+    """Read the base that all layers share, from rope_parameters or transformers 4's rope_theta."""
     scaling = config.get("rope_scaling")
     if scaling:
         read_base(scaling, "rope_scaling", default)
@@ -31,11 +31,11 @@ def read_single(config: Mapping[str, Any], default: float) -> float:
     return read_base({**old, **(config.get("rope_parameters") or {})}, "rope_parameters", default)
 
 
-def write_single(base: float) -> dict[str, Any]:
-    """Return the fields that both versions of transformers read."""
+def write_shared_base(base: float) -> dict[str, Any]:
+    """Return the fields of a base that all layers share, for both versions of transformers."""
     return {"rope_parameters": write_base(base), "rope_theta": base}
 
 
 def write_base(base: float) -> dict[str, Any]:
-    """Return transformers 5's description of plain rotary frequencies."""
+    """Return transformers 5's rope_parameters for plain rotary frequencies."""
     return {"rope_type": "default", "rope_theta": base}

@@ -8,7 +8,7 @@ from pretrain.config import ModelConfig
 
 
 class HeadDropout(NamedTuple):
-    """Dropout rates of a task's head in training; a head without a dense layer uses only `before_out`."""
+    """Dropout rates of a task's head in training; `before_dense` has no effect without a dense layer."""
 
     before_dense: float = 0.0
     before_out: float = 0.0
@@ -21,8 +21,8 @@ class TaskHead(NamedTuple):
         activation: activation of the dense layer, a key of `pretrain.model.activations.ACTIVATIONS`; "" without one.
         bias: whether the dense layer has a bias.
         norm: norm after the activation, a key of `pretrain.model.norms.NORMS`; "" without one.
-        pooling: the input of a sequence head: the first token, the mean or maximum of all tokens, or late: the head is
-            applied to every token, and the results are averaged.
+        pooling: input of a sequence head: the first token, or the mean or maximum of all tokens. With late, the head
+            is applied to every token, and the results are averaged.
         dropout: dropout rates in training.
     """
 
@@ -34,7 +34,7 @@ class TaskHead(NamedTuple):
 
 
 def sequence_head(activation: str, *, input_dropout: bool = False) -> Callable[..., TaskHead]:
-    """Return the `KeyMapping.task_head` of BERT-like families: a dense layer for sequences, none for tokens and spans.
+    """Return the `Layout.task_head` of BERT-like families: a dense layer for sequences, none for tokens and spans.
 
     Args:
         activation: activation of the dense layer.

@@ -192,7 +192,7 @@ def _kinds() -> np.ndarray:
     The kind of a high surrogate is the highest kind that an eighth of its characters have or exceed. A low surrogate is
     a MARK, so that it belongs to the high surrogate before it.
     """
-    known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
+    known, changes = scripts.kinds(), scripts.changeable() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
     by_high = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _SURROGATES)
     may_change = changes[_UNITS:].reshape(-1, _SURROGATES).max(axis=1)

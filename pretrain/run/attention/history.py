@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pretrain.common.errors import RunError
 from pretrain.common.files import atomic_open
-from pretrain.common.run_files import HISTORY
+from pretrain.common.run_files import ATTENTION_HISTORY
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model.padded import PaddedEncoder
@@ -44,7 +44,7 @@ class AttentionHistory:
     """
 
     def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
-        self._path, self._model = folder / HISTORY, model
+        self._path, self._model = folder / ATTENTION_HISTORY, model
         self._sequences = _select_sequences(held_out, min(_SEQUENCE_LENGTH, model.max_positions))
         self._matrix_ids = self._sequences[0][:_MATRIX_LENGTH].copy() if self._sequences else np.zeros(0, np.int64)
         if len(self._matrix_ids) == _MATRIX_LENGTH:
@@ -117,7 +117,7 @@ class AttentionHistory:
 def read_history(run_dir: Path) -> dict[str, Any]:
     """Read a run's attention.json; {} if there is none that this version supports."""
     try:
-        content = json.loads((run_dir / HISTORY).read_text(encoding="utf-8"))
+        content = json.loads((run_dir / ATTENTION_HISTORY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) and content.get("format") == FORMAT else {}

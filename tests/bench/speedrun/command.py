@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         pretrain.train(path, resume=True, no_ray=config.scheduling.workers == 1)
     except StoppedError as error:
-        raise error.again() from None
+        raise error.for_rerun() from None
     texts = list(text_files(card, out / "corpus", HELD_OUT).values())
     trial = Trial(run=config.folder.name, ground=card["sha256"], **finished(config, budget, plan, texts))
     kept = out / results.RESULTS

@@ -1,12 +1,12 @@
 """BERT: transformers models/bert/modeling_bert.py and configuration_bert.py, 5.23.
 
-Also definitions that its close relatives share: names within a layer, and keys of config.json.
+Also defines what close relatives share: names within a layer, and keys of config.json.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.layout import Layout
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
@@ -18,7 +18,7 @@ LAYER_MODULES = {
     "ffn_out": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
-CONFIG = {
+CONFIG_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -39,10 +39,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 # NVIDIA DeepLearningExamples modeling.py, LinearActivation.
 SPELLINGS = ((r"\.dense_act\.", ".dense."),)
 UNPREFIXED = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
-OUT = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
+OUT_MODULES = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
 
 
-def tables(prefix: str) -> dict[str, str]:
+def embedding_modules(prefix: str) -> dict[str, str]:
     """Return the embedding modules of BERT and its relatives: our module -> the family's."""
     return {
         "embeddings.word": f"{prefix}.embeddings.word_embeddings",
@@ -63,13 +63,13 @@ def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]
     return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="bert",
     class_prefix="Bert",
     layer="encoder.layer",
     layer_modules=LAYER_MODULES,
     other_modules={
-        **tables("bert"),
+        **embedding_modules("bert"),
         "heads.mlm_transform": "cls.predictions.transform.dense",
         "heads.mlm_norm": "cls.predictions.transform.LayerNorm",
         "heads.mlm": "cls.predictions",
@@ -79,8 +79,8 @@ LAYOUT = KeyMapping(
         "head.dense": "bert.pooler.dense",
     },
     decoder="cls.predictions.decoder",
-    out=OUT,
-    config=CONFIG,
+    out_modules=OUT_MODULES,
+    config_keys=CONFIG_KEYS,
     task_head=sequence_head("tanh"),
     unprefixed=UNPREFIXED,
     spellings=SPELLINGS,

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.layout import Layout
 from pretrain.checkpoint.layouts.task_heads import TaskHead, sequence_head
 from pretrain.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class BertrainLayout(KeyMapping):
+class BertrainLayout(Layout):
     """A layout without tables of names: names and fields of config.json are ours."""
 
     def names(self, ours: str, purpose: str = "sequence") -> list[str]:
@@ -59,8 +59,8 @@ LAYOUT = BertrainLayout(
     layer_modules={},
     other_modules={},
     decoder="",
-    out={"sequence": "head.out"},
-    config={},
+    out_modules={"sequence": "head.out"},
+    config_keys={},
     task_head=_head,
     unprefixed=(),
     unused={"heads.rtd_": "the head that detects replaced tokens"},

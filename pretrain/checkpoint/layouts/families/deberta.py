@@ -2,19 +2,19 @@
 
 The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
 released files have and transformers reads if config.json has `legacy: false`. Both are read. The first is written,
-because only it can be untied.
+because only that head's decoder can be untied.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert
-from pretrain.checkpoint.layouts.layout import KeyMapping, activation_name
+from pretrain.checkpoint.layouts.layout import Layout, activation_name
 from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled_head
 from pretrain.config import ModelConfig
 
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
-# Field with one supported value -> (transformers' default if the field is missing, supported value).
+# Field that has only one supported value -> (transformers' default if the field is missing, supported value).
 _SUPPORTED = {
     "relative_attention": (False, True),
     "position_biased_input": (True, False),
@@ -44,7 +44,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         "relative_terms": _read_terms(config),
         "relative_norm": _read_norm(config),
         "relative_projections": not config.get("share_att_key", False),
-        # The current head has no decoder except the word embeddings.
+        # With legacy: false, the decoder is always the word embeddings.
         "tied_decoder": config.get("tie_word_embeddings") is not False or config.get("legacy") is False,
     }
 
@@ -60,10 +60,10 @@ def _read_terms(config: Mapping[str, Any]) -> str:
 
 def _read_norm(config: Mapping[str, Any]) -> bool:
     value = str(config.get("norm_rel_ebd", "none"))
-    kinds = {kind.strip() for kind in value.lower().split("|")}
-    if not kinds <= {"none", "layer_norm"}:
+    norms = {norm.strip() for norm in value.lower().split("|")}
+    if not norms <= {"none", "layer_norm"}:
         raise ValueError(f"norm_rel_ebd is {value!r}; only 'none' and 'layer_norm' are supported")
-    return "layer_norm" in kinds
+    return "layer_norm" in norms
 
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def _pooler_activation(config: Mapping[str, Any]) -> str:
     return activation_name("pooler_hidden_act", config.get("pooler_hidden_act", "gelu"))
 
 
-_TABLES = bert.tables("deberta")
+_EMBEDDING_MODULES = bert.embedding_modules("deberta")
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="deberta",
     model_type="deberta-v2",
     class_prefix="DebertaV2",
@@ -111,7 +111,7 @@ LAYOUT = KeyMapping(
         "position_query": ("attention.self.pos_query_proj",),
     },
     other_modules={
-        **{ours: _TABLES[ours] for ours in ("embeddings.word", "embeddings.norm")},
+        **{ours: _EMBEDDING_MODULES[ours] for ours in ("embeddings.word", "embeddings.norm")},
         "relative.table": "deberta.encoder.rel_embeddings",
         "relative.norm": "deberta.encoder.LayerNorm",
         "heads.mlm_transform": "cls.predictions.transform.dense",
@@ -121,8 +121,8 @@ LAYOUT = KeyMapping(
         "head.dense": "pooler.dense",
     },
     decoder="cls.predictions.decoder",
-    out=bert.OUT,
-    config=bert.CONFIG,
+    out_modules=bert.OUT_MODULES,
+    config_keys=bert.CONFIG_KEYS,
     task_head=_head,
     model_family="deberta",
     unprefixed=("embeddings.", "encoder."),
@@ -137,6 +137,6 @@ LAYOUT = KeyMapping(
     defaults=bert.DEFAULTS,
     read=_read,
     write=_write,
-    # DeBERTa's class converts every vocabulary to a Unigram model.
+    # DeBERTa's tokenizer class in transformers would convert every vocabulary to a Unigram model.
     tokenizer_class="PreTrainedTokenizerFast",
 )

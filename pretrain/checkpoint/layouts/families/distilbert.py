@@ -1,20 +1,20 @@
 """DistilBERT: transformers models/distilbert/modeling_distilbert.py and configuration_distilbert.py, 5.23.
 
-It has no segments. Our models train a segment table anyway, which is added to the positions on writing.
+It has no token types. Our models train a table of them anyway, which is added to the positions on writing.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert
-from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.layout import Layout
 from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled_head
 from pretrain.config import ModelConfig
 
 
 def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
-    dropouts = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
-    rate = config.get(*dropouts[purpose]) if purpose in dropouts else model.hidden_dropout
+    keys_and_defaults = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
+    rate = config.get(*keys_and_defaults[purpose]) if purpose in keys_and_defaults else model.hidden_dropout
     if purpose == "sequence" and (pooled := pooled_head(config, rate)):
         return pooled
     return TaskHead("relu" if purpose == "sequence" else "", dropout=HeadDropout(before_out=rate))
@@ -24,7 +24,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     return {} if model.tied_decoder else {"tie_word_embeddings": False}
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="distilbert",
     class_prefix="DistilBert",
     layer="transformer.layer",
@@ -47,8 +47,8 @@ LAYOUT = KeyMapping(
         "head.dense": "pre_classifier",
     },
     decoder="vocab_projector",
-    out=bert.OUT,
-    config={
+    out_modules=bert.OUT_MODULES,
+    config_keys={
         "layers": "n_layers",
         "hidden": "dim",
         "heads": "n_heads",

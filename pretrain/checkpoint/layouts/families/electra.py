@@ -5,16 +5,16 @@ head (`heads.rtd_*`) is only written; on reading, the mapping lists it as left o
 """
 
 from pretrain.checkpoint.layouts.families import bert
-from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.layout import Layout
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="electra",
     class_prefix="Electra",
     layer="encoder.layer",
     layer_modules=bert.LAYER_MODULES,
     other_modules={
-        **bert.tables("electra"),
+        **bert.embedding_modules("electra"),
         "embeddings.project": "electra.embeddings_project",
         "heads.mlm_transform": "generator_predictions.dense",
         "heads.mlm_norm": "generator_predictions.LayerNorm",
@@ -25,8 +25,8 @@ LAYOUT = KeyMapping(
         "head.dense": "classifier.dense",
     },
     decoder="generator_lm_head",
-    out={**bert.OUT, "sequence": "classifier.out_proj"},
-    config={**bert.CONFIG, "embedding": "embedding_size"},
+    out_modules={**bert.OUT_MODULES, "sequence": "classifier.out_proj"},
+    config_keys={**bert.CONFIG_KEYS, "embedding": "embedding_size"},
     task_head=sequence_head("gelu", input_dropout=True),
     unprefixed=bert.UNPREFIXED,
     spellings=bert.SPELLINGS,

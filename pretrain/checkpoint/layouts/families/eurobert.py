@@ -6,8 +6,8 @@ transformers has no class for question answering; we write one with BERT's names
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.checkpoint.layouts.layout import KeyMapping
-from pretrain.checkpoint.layouts.rotary import read_single, write_single
+from pretrain.checkpoint.layouts.layout import Layout
+from pretrain.checkpoint.layouts.rotary import read_shared_base, write_shared_base
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
 
@@ -15,7 +15,7 @@ _POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls:
 
 
 def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rename clf_pooling, the key in EuroBERT's original code."""
+    """Rename clf_pooling, which is the key in EuroBERT's original code."""
     return {"classifier_pooling": config.get("clf_pooling", "late"), **config}
 
 
@@ -30,7 +30,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"classifier_pooling is {pooling!r}; only {', '.join(map(repr, _POOLINGS))} are supported")
     ffn_bias = bool(config.get("mlp_bias", False))
     return {
-        "rotary_base": read_single(config, 10_000.0),
+        "rotary_base": read_shared_base(config, 10_000.0),
         "kv_heads": 0 if kv_heads == heads else kv_heads,
         "attention_bias": bool(config.get("attention_bias", False)),
         "ffn_in_bias": ffn_bias,
@@ -43,7 +43,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **write_single(model.rotary_base),
+        **write_shared_base(model.rotary_base),
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": model.head_width,
         "attention_bias": model.attention_bias,
@@ -54,7 +54,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pooling(config: Mapping[str, Any], model: ModelConfig) -> str:
-    """Return EuroBERT's name of the pooling. A mean is late pooling if config.json says so, or has no such key."""
+    """Return EuroBERT's name of the pooling. A mean is late pooling if config.json says so or does not name one."""
     if config and model.pooling == "mean" and _modernize(config)["classifier_pooling"] == "late":
         return "late"
     return {"cls": "bos"}.get(model.pooling, model.pooling)
@@ -67,7 +67,7 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
     return TaskHead("gelu", pooling="cls" if pooling == "bos" else "late" if pooling == "late" else "mean")
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="eurobert",
     class_prefix="EuroBert",
     layer="layers",
@@ -89,8 +89,8 @@ LAYOUT = KeyMapping(
         "head.dense": "dense",
     },
     decoder="lm_head",
-    out={"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"},
-    config={
+    out_modules={"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"},
+    config_keys={
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
         "heads": "num_attention_heads",

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert
-from pretrain.checkpoint.layouts.layout import KeyMapping
-from pretrain.checkpoint.layouts.rotary import read_single, write_single
+from pretrain.checkpoint.layouts.layout import Layout
+from pretrain.checkpoint.layouts.rotary import read_shared_base, write_shared_base
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
@@ -26,16 +26,16 @@ UNPREFIXED = ("embeddings.", "layers.", "pooler.")
 
 
 def other_modules(prefix: str) -> dict[str, str]:
-    """Return the names outside the layers that GTE and Nomic BERT share."""
-    tables = bert.tables(prefix)
-    del tables["embeddings.position"]
-    return {**tables, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
+    """Return the modules outside the layers that GTE and Nomic BERT share: our module -> the family's."""
+    modules = bert.embedding_modules(prefix)
+    del modules["embeddings.position"]
+    return {**modules, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     default = 10_000.0 if config.get("model_type") == "new" else 160_000.0
     return {
-        "rotary_base": read_single(config, default),
+        "rotary_base": read_shared_base(config, default),
         "token_types": bool(config.get("type_vocab_size", 1)),
         **bert.read_tying(config),
     }
@@ -43,10 +43,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that GTE and Nomic BERT share."""
-    return {**write_single(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
+    return {**write_shared_base(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="gte",
     class_prefix="Gte",
     layer="layers",
@@ -59,8 +59,8 @@ LAYOUT = KeyMapping(
         "heads.decoder": "lm_head.decoder",
     },
     decoder="lm_head.decoder",
-    out=bert.OUT,
-    config=bert.CONFIG,
+    out_modules=bert.OUT_MODULES,
+    config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh"),
     model_family="gte",
     unprefixed=UNPREFIXED,

@@ -1,21 +1,21 @@
 """ModernBERT, Ettin and mmBERT: transformers models/modernbert/modeling_modernbert.py and configuration, 5.23.
 
-config.json is read as transformers 5 writes it (layer_types, rope_parameters) and as most released files have it
-(global_attn_every_n_layers, global_rope_theta, local_rope_theta); both are written. The prediction head is the first
-part of the masked-language-modeling head and of every task's head.
+config.json is read with the keys of transformers 5 (layer_types, rope_parameters) or of most released files
+(global_attn_every_n_layers, global_rope_theta, local_rope_theta), and written with both. The prediction head is the
+first part of the masked-language-modeling head and of every task's head.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretrain.checkpoint.layouts.layout import KeyMapping, activation_name
+from pretrain.checkpoint.layouts.layout import Layout, activation_name
 from pretrain.checkpoint.layouts.rotary import read_base, write_base
 from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-_EVERY = "global_attn_every_n_layers"
+_EVERY_KEY = "global_attn_every_n_layers"
 # Kind of layer -> (key of its rotary base in transformers 4, ModernBertConfig.default_theta).
 _BASES = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
 
@@ -46,14 +46,14 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     window = config.get("local_attention", 128)
     bases = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
-    named = {kind: config.get(key, base) for kind, (key, base) in _BASES.items()}
+    old_bases = {kind: config.get(key, base) for kind, (key, base) in _BASES.items()}
     # In transformers 4, null means the base of the global layers.
-    default = _BASES[_GLOBAL][1] if named[_GLOBAL] is None else named[_GLOBAL]
+    default = _BASES[_GLOBAL][1] if old_bases[_GLOBAL] is None else old_bases[_GLOBAL]
     base = {
         kind: read_base(
             {**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", default if value is None else value
         )
-        for kind, value in named.items()
+        for kind, value in old_bases.items()
     }
     has_local = every > 1
     return {
@@ -67,7 +67,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_every(config: Mapping[str, Any]) -> int:
     """Read `ModelConfig.global_every`; raises ValueError unless every n-th layer is global, starting with the first."""
     layers = config["num_hidden_layers"]
-    every = config.get(_EVERY, 3)
+    every = config.get(_EVERY_KEY, 3)
     kinds = config.get("layer_types")
     if kinds is None or kinds == _layer_types(layers, every):
         return every
@@ -75,8 +75,8 @@ def _read_every(config: Mapping[str, Any]) -> int:
         raise ValueError(
             f"layer_types has {sorted(set(kinds) - {_GLOBAL, _LOCAL})}; only {_GLOBAL}, {_LOCAL} are supported"
         )
-    later = [number for number, kind in enumerate(kinds) if kind == _GLOBAL and number]
-    every = later[0] if later else max(2, len(kinds))
+    later_global = [index for index, kind in enumerate(kinds) if kind == _GLOBAL and index]
+    every = later_global[0] if later_global else max(2, len(kinds))
     if kinds != _layer_types(layers, every):
         raise ValueError(
             f"layer_types is {_shorten(kinds)}; only {_GLOBAL} in every n-th layer, from the first, is supported"
@@ -90,7 +90,7 @@ def _shorten(kinds: Sequence[str]) -> str:
 
 
 def _layer_types(layers: int, every: int) -> list[str]:
-    return [_LOCAL if number % every else _GLOBAL for number in range(layers)]
+    return [_LOCAL if index % every else _GLOBAL for index in range(layers)]
 
 
 def _pooling(config: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "classifier_activation": get_activation(model.activation).released_names[0],
         "layer_types": _layer_types(model.layers, model.global_every),
-        _EVERY: model.global_every,
+        _EVERY_KEY: model.global_every,
         "local_attention": window or config.get("local_attention", 128),
         "rope_parameters": {_GLOBAL: write_base(model.rotary_base), _LOCAL: write_base(local_base)},
         "global_rope_theta": model.rotary_base,
@@ -128,7 +128,7 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
     return TaskHead(model.activation, model.mlm_transform_bias, model.norm, pooling, dropout)
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="modernbert",
     class_prefix="ModernBert",
     layer="layers",
@@ -152,8 +152,8 @@ LAYOUT = KeyMapping(
         "head.norm": "head.norm",
     },
     decoder="decoder",
-    out={"sequence": "classifier", "tokens": "classifier", "spans": "classifier"},
-    config={
+    out_modules={"sequence": "classifier", "tokens": "classifier", "spans": "classifier"},
+    config_keys={
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
         "heads": "num_attention_heads",

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert, gte
-from pretrain.checkpoint.layouts.layout import KeyMapping
-from pretrain.checkpoint.layouts.rotary import read_single
+from pretrain.checkpoint.layouts.layout import Layout
+from pretrain.checkpoint.layouts.rotary import read_shared_base
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 
-# Key of the older config.json -> current key.
-_OLDER = {
+# Key of an older config.json -> current key.
+_CURRENT_KEYS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -29,12 +29,12 @@ _OLDER = {
 def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "n_embd" not in config or "hidden_size" in config:
         return config
-    values = {**config, **{key: config[older] for older, key in _OLDER.items() if older in config}}
+    values = {**config, **{key: config[older] for older, key in _CURRENT_KEYS.items() if older in config}}
     activation = config.get("activation_function", "swiglu")
     if activation not in ("swiglu", "geglu"):
         raise ValueError(f"activation_function is {activation!r}; only 'swiglu' and 'geglu' are supported")
     values["hidden_act"] = {"swiglu": "silu", "geglu": "gelu"}[activation]
-    # The frequencies are scaled only for sequences longer than in training.
+    # The rotary frequencies are scaled only for sequences that are longer than in training.
     if config.get("rotary_scaling_factor") and config.get("max_trained_positions"):
         values["max_position_embeddings"] = config["max_trained_positions"]
     return values
@@ -45,10 +45,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config.get("head_dim")
     if width is not None and width * heads != config["hidden_size"]:
         raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
-    return {"rotary_base": read_single(config, 1_000.0), **bert.read_tying(config)}
+    return {"rotary_base": read_shared_base(config, 1_000.0), **bert.read_tying(config)}
 
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="nomic_bert",
     class_prefix="NomicBert",
     layer="layers",
@@ -61,8 +61,8 @@ LAYOUT = KeyMapping(
         "heads.decoder": "cls.predictions.decoder",
     },
     decoder="cls.predictions.decoder",
-    out=bert.OUT,
-    config=bert.CONFIG,
+    out_modules=bert.OUT_MODULES,
+    config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh"),
     model_family="nomic_bert",
     unprefixed=gte.UNPREFIXED,

@@ -1,16 +1,16 @@
 """RoBERTa, XLM-R and CamemBERT, which share a layout: transformers models/roberta/modeling_roberta.py, 5.23."""
 
 from pretrain.checkpoint.layouts.families import bert
-from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.layout import Layout
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 
-LAYOUT = KeyMapping(
+LAYOUT = Layout(
     family="roberta",
     class_prefix="Roberta",
     layer="encoder.layer",
     layer_modules=bert.LAYER_MODULES,
     other_modules={
-        **bert.tables("roberta"),
+        **bert.embedding_modules("roberta"),
         "heads.mlm_transform": "lm_head.dense",
         "heads.mlm_norm": "lm_head.layer_norm",
         "heads.mlm": "lm_head",
@@ -18,8 +18,8 @@ LAYOUT = KeyMapping(
         "head.dense": "classifier.dense",
     },
     decoder="lm_head.decoder",
-    out={**bert.OUT, "sequence": "classifier.out_proj"},
-    config=bert.CONFIG,
+    out_modules={**bert.OUT_MODULES, "sequence": "classifier.out_proj"},
+    config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh", input_dropout=True),
     unprefixed=bert.UNPREFIXED,
     spellings=bert.SPELLINGS,
