@@ -349,7 +349,7 @@ class Engine:
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
         """Read a fragment, fp32 [numel]. If every rank holds it, each reads a part, and an all-gather joins them."""
         start, numel = fragment.start, fragment.numel
-        if not fragment.shared or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
+        if not fragment.replicated or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
             return reader.read(kind, fragment.name, start, numel)
         part_numel = -(-numel // self.world_size)
         offset = min(self.rank * part_numel, numel)
@@ -364,7 +364,7 @@ class Engine:
         """Tell optimizers that need whole parameters where each of them is in ZeRO's flat tensors."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
-            reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
+            reduce = (lambda norms: None) if self.layout.replicated else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
             uses_bf16 = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
@@ -372,7 +372,7 @@ class Engine:
                 segments,
                 matrix_shapes(self.shapes),
                 self.workers,
-                shared=self.layout.shared,
+                replicated=self.layout.replicated,
                 dtype=torch.bfloat16 if uses_bf16 else torch.float32,
             )
 

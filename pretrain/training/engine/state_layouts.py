@@ -31,13 +31,13 @@ class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, stored on this rank.
 
     `tensors` are 1-D fp32 views into the optimizer's state: "weight", and `MOMENTS` and `AVERAGE` if they exist.
-    `shared` is true if every rank stores the same entries.
+    `replicated` is true if every rank stores the same entries.
     """
 
     name: str
     start: int
     tensors: dict[str, Tensor]
-    shared: bool
+    replicated: bool
 
     @property
     def numel(self) -> int:
@@ -105,14 +105,14 @@ class StateLayout(ABC):
         deepspeed_clips: whether DeepSpeed clips gradients, if it also sums them (`sums` is None); else `step` clips.
         deepspeed_scales: whether DeepSpeed scales the loss in fp16, as for its ZeRO optimizers (scale_if_loss).
         has_sum_buffer: whether DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
-        shared: whether every rank stores the whole state.
+        replicated: whether every rank stores the whole state.
         sums: the gradient sums that replace DeepSpeed's; None if DeepSpeed's are used.
     """
 
     deepspeed_clips = True
     deepspeed_scales = True
     has_sum_buffer = True
-    shared = False
+    replicated = False
     sums: GradientSums | None = None
     _loss_scale = 1.0  # scale of the gradients in this step
     _gather: WeightGather | None = None  # set if each rank updates only a part of the weights
@@ -133,7 +133,7 @@ class StateLayout(ABC):
         for name, start, flat, span in self.pieces():
             state = self._inputs.optimizer.state[flat]
             whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
-            yield Fragment(name, start, {kind: x.view(-1)[span] for kind, x in whole.items()}, self.shared)
+            yield Fragment(name, start, {kind: x.view(-1)[span] for kind, x in whole.items()}, self.replicated)
 
     @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
@@ -264,7 +264,7 @@ class Stage0Fp32Layout(StateLayout):
     deepspeed_clips = False
     deepspeed_scales = False
     has_sum_buffer = False
-    shared = True
+    replicated = True
 
     def pieces(self) -> Iterator[ParameterPiece]:
         names = (name for group in self._inputs.names for name in group)

@@ -51,14 +51,14 @@ class RankGroup:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group)
         return self.sum_over_workers(torch.tensor(sums)).tolist(), int(maximum)
 
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
+    def all_to_all(self, values: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        """Send each rank r the next `sent_sizes[r]` entries of 1-D `values`; return `received_sizes[r]` from each."""
         moved = values.to(self.device)
         if self.world_size == 1:
             return moved
-        gathered = moved.new_empty(sum(received))
-        dist.all_to_all_single(gathered, moved, received, sent, group=self._group)
-        return gathered
+        received = moved.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, moved, received_sizes, sent_sizes, group=self._group)
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
