@@ -16,23 +16,23 @@ from pretrain.training.engine.buckets import BUCKET_ENTRIES
 from pretrain.training.optim import sums_of_squares
 
 PIECE_ENTRIES = BUCKET_ENTRIES  # entries per collective; larger pieces save no time, and each is copied three times
-_SUM_ENTRIES = 1 << 20  # entries that one addition on a CPU takes
+_ADDITION_ENTRIES = 1 << 20  # maximum entries per addition on a CPU
 MAX_IN_FLIGHT = 8  # maximum pieces sent simultaneously, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduces_in_transit() -> bool:
-    """Return whether the backend should sum the workers' parts. It is false for gloo, which would round more often."""
+    """Return whether the backend should sum the workers' parts: not gloo, which would round more often."""
     return dist.get_backend() != "gloo"
 
 
 class GradientSums:
     """The fp32 gradient sums of ZeRO 1 and 2.
 
-    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A bucket is sent to
-    the owners once complete, in the backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which
-    does not keep whole sums). All ranks send the same buckets in the same order, whatever the order of gradients.
+    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A complete bucket is
+    sent to its owners: in stage 1 during a step's last backward pass; in stage 2, which keeps no whole sums, during
+    each. All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
@@ -73,8 +73,8 @@ class GradientSums:
         """Return whether gradients of embeddings may be sparse tensors; their rows are summed in fp32."""
         return self._whole
 
-    def nonzero(self) -> list[Tensor]:
-        """Return `local_parts`, but only the rows with gradients of a table that has sparse gradients."""
+    def nonzero_parts(self) -> list[Tensor]:
+        """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
         tables = map(self.table, range(len(self.local_parts)))
         return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.local_parts, tables, strict=True)]
 
@@ -164,7 +164,7 @@ class _InFlight(NamedTuple):
     local: Tensor  # fp32 [entries], this rank's part of the sums
     received: Tensor  # [entries], the sum over ranks, or [workers, entries], each rank's summand
     work: Any  # handle of the collective
-    replaces: bool  # `received` replaces `local` instead of being added to it
+    replaces: bool  # whether `received` replaces `local` instead of being added to it
 
 
 class _Bucket:
@@ -173,14 +173,14 @@ class _Bucket:
     Attributes:
         part: fp32 [entries of the part], this rank's part of the sums over workers.
         filled: ids of the parameters whose slice contains a gradient.
-        missing: ids of the parameters that still lack a gradient in this micro-batch, if the bucket is sent in it.
+        missing: if the bucket is sent in this micro-batch, ids of the parameters that still lack a gradient in it.
         is_sent: whether the bucket has been sent in this micro-batch.
-        shape: shape of the parameter, if the bucket has only one and there is one worker.
-        rows: int64, indices of this parameter's rows whose sums may be nonzero; None if unknown.
+        shape: shape of the bucket's parameter, if it has only one and there is only one worker; otherwise None.
+        rows: int64, indices of that parameter's rows whose sums may be nonzero; None if unknown.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
-        """If `whole`, keep the sums of a step in fp32 for all workers; `part` is then a view of them."""
+        """If `whole`, keep the fp32 sums of all ranks' parts during a step; `part` is then a view of them."""
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
         self.slices = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
@@ -205,17 +205,17 @@ class _Bucket:
         if self._sums is None:
             self._sums = torch.zeros_like(self._weights)
         key = id(parameter)
-        view, first = self._sums[self.slices[key]], key not in self.filled
+        view, is_first = self._sums[self.slices[key]], key not in self.filled
         self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
-            previous = self.rows if self.shape is not None else None
-            add_rows(view.view(parameter.shape), gradient, first, previous)
+            old_rows = self.rows if self.shape is not None else None
+            add_rows(view.view(parameter.shape), gradient, is_first, old_rows)
             rows = gradient._indices()[0]
-            self.rows = rows if first else None if previous is None else torch.cat([previous, rows])
+            self.rows = rows if is_first else None if old_rows is None else torch.cat([old_rows, rows])
             return
         self.rows = None
-        if first:
+        if is_first:
             view.copy_(gradient.reshape(-1))
         else:
             _add_entries(view, gradient.reshape(-1))
@@ -255,15 +255,15 @@ def _add_entries(sums: Tensor, addend: Tensor) -> None:
         sums.add_(addend)
         return
     # On CPUs, adding mixed dtypes is not vectorized (seven times slower), and a whole fp32 copy does not fit the cache.
-    for piece, new in zip(sums.split(_SUM_ENTRIES), addend.split(_SUM_ENTRIES), strict=True):
+    for piece, new in zip(sums.split(_ADDITION_ENTRIES), addend.split(_ADDITION_ENTRIES), strict=True):
         piece.add_(new.float())
 
 
-def add_rows(sums: Tensor, gradient: Tensor, first: bool, old_rows: Tensor | None = None) -> None:
-    """Add a sparse gradient to fp32 `sums` [V, H]; if `first`, clear them before: all, or only `old_rows` if given."""
-    if first and old_rows is not None:
+def add_rows(sums: Tensor, gradient: Tensor, is_first: bool, old_rows: Tensor | None = None) -> None:
+    """Add a sparse gradient to fp32 `sums` [V, H]; if `is_first`, first clear `old_rows` (by default all rows)."""
+    if is_first and old_rows is not None:
         sums.index_fill_(0, old_rows, 0)
-    elif first:
+    elif is_first:
         sums.zero_()
     sums.index_add_(0, gradient._indices()[0], gradient._values().float())
 
