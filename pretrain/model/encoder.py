@@ -34,7 +34,7 @@ class Encoder(nn.Module):
     Args:
         shape: the model's config: sizes, dropout, and the parts of the block.
         vocabulary_size: V.
-        compile: fuse the layers with torch.compile.
+        compile: fuse operations of the layers with torch.compile.
         activation_checkpointing: keep only the layers' inputs and recompute their activations in the backward pass.
 
     Raises:
@@ -168,7 +168,7 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """A look-up in a half-precision table on CPU."""
+    """A look-up in a half-precision table on a CPU, whose gradient is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:

@@ -25,9 +25,6 @@ GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 _PART_MULTIPLE = 8  # the number of entries in a rank's part of the weights is a multiple of this
 
 
-# ---- the library
-
-
 def import_deepspeed() -> Any:
     """Import DeepSpeed, configured not to use C++ and CUDA ops that it would have to compile first."""
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires the variable even for one process
@@ -78,9 +75,6 @@ def use_world_group() -> None:
     import deepspeed.utils.groups
 
     deepspeed.utils.groups._WORLD_GROUP = dist.group.WORLD
-
-
-# ---- ZeRO
 
 
 def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:

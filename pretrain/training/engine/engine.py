@@ -46,13 +46,9 @@ MIN_SPLIT_ENTRIES = 1 << 14  # minimum size of a replicated fragment to be read 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device.
+    """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device."""
 
-    Attributes:
-        norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was skipped.
-    """
-
-    norm: Tensor
+    norm: Tensor  # fp64 scalar, the gradients' global norm before clipping; not finite if the step was skipped
 
     @property
     def applied(self) -> bool:
@@ -61,15 +57,10 @@ class StepResult:
 
 
 class Usage(NamedTuple):
-    """Resources that a process has used.
+    """Resources that a process has used."""
 
-    Attributes:
-        memory_bytes: peak device memory on CUDA, peak resident set elsewhere.
-        waited_seconds: time that forward passes waited for other ranks' weights (measured on CPUs with ZeRO 1 and 2).
-    """
-
-    memory_bytes: int
-    waited_seconds: float
+    memory_bytes: int  # peak device memory on CUDA, peak resident set elsewhere
+    waited_seconds: float  # time that forward passes waited for other ranks' weights, on CPUs with ZeRO 1 and 2
 
 
 class ProgressWatch(Protocol):

@@ -15,27 +15,17 @@ class LossScale:
 
     DeepSpeed's scaler exits the process at the minimum scale. Here, the training loop stops the run, and its message
     names the last checkpoint.
-
-    Attributes:
-        cur_scale: the scale of the next step.
-        is_fixed: whether the scale never changes.
-        minimum: the lowest scale.
-        hysteresis: number of overflows that lower the scale once.
-        resets_hysteresis: whether each step without overflow restores the full `cur_hysteresis`.
-        cur_iter: number of steps so far.
-        last_overflow_iter: index of the last step that overflowed; -1 if none did.
-        cur_hysteresis: number of overflows until the scale is lowered next.
     """
 
-    cur_scale: float
-    is_fixed: bool
+    cur_scale: float  # the scale of the next step
+    is_fixed: bool  # whether the scale never changes
     window: int
-    minimum: float
-    hysteresis: int
-    resets_hysteresis: bool
-    cur_iter: int = 0
-    last_overflow_iter: int = -1
-    cur_hysteresis: int = field(init=False)
+    minimum: float  # the lowest scale
+    hysteresis: int  # number of overflows that lower the scale once
+    resets_hysteresis: bool  # whether each step without overflow restores the full `cur_hysteresis`
+    cur_iter: int = 0  # number of steps so far
+    last_overflow_iter: int = -1  # index of the last step that overflowed; -1 if none did
+    cur_hysteresis: int = field(init=False)  # number of overflows until the scale is lowered next
 
     def __post_init__(self) -> None:
         self.cur_hysteresis = self.hysteresis

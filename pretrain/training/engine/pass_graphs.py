@@ -28,12 +28,9 @@ class PassGraphs:
 
     The first passes of a shape are launched kernel by kernel, which compiles them; the next one is recorded. Recordings
     share one memory pool, since only one is replayed at a time. Launched passes do not use this pool.
-
-    Attributes:
-        replayed: number of replayed passes.
     """
 
-    replayed = 0
+    replayed = 0  # number of replayed passes
 
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
