@@ -100,7 +100,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _recompile_key(argument: Any, letters: str) -> Any:
-    """Return the properties whose change recompiles; for a tensor, its dtype and the sizes of the model's axes."""
+    """Return what recompiles a function if it changes: of a tensor, its dtype and the sizes of axes without letters."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_recompile_key(x, letters) for x in argument) if isinstance(argument, tuple) else argument

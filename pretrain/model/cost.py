@@ -184,7 +184,7 @@ def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
 
 
 class _LayerCosts(NamedTuple):
-    """What the FLOPs of a model's layers depend on; cached, since the loop needs it for each micro-batch."""
+    """Constants from which the FLOPs of a model's layers are computed for each micro-batch; cached."""
 
     matrix_flops: int  # FLOPs per token of the weight matrices of all layers
     after_attention_flops: int  # FLOPs per token of the last layer's weight matrices, without query, key and value

@@ -103,7 +103,7 @@ class Watchdog:
         self._heartbeat_count = self._pulses = self._position = 0
         self._last_beat_at = time.monotonic()
         self._beat_seconds: deque[float] = deque(maxlen=100)
-        self._allowances: list[float] = []  # seconds of the blocks of `allow` and compilations that have not ended
+        self._allowances: list[float] = []  # seconds for each `allow` block or compilation in progress
         self._awaited = ""
         self._stop = threading.Event()
         self._started_at = time.time()
@@ -392,8 +392,8 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
     # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no Python frame.
-    on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
-    return on_handle or any(name.startswith(COLLECTIVES) for name in modules)
+    waits_on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
+    return waits_on_handle or any(name.startswith(COLLECTIVES) for name in modules)
 
 
 def _stacks() -> str:

@@ -184,7 +184,7 @@ class _AfterAttention(torch.autograd.Function):
         dropout: float,
         *weights: Tensor,  # the tensors of `block.LayerWeights`
     ) -> Tensor:
-        out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]  # last: ffn_out_weight
+        out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]  # attention_out, ffn_in, ffn_out
         vectors = [weights[n].float() for n in (1, 2, 3, 5, 7, 8, 9)]
         out_bias, gain, shift, in_bias, last_bias, last_gain, last_shift = vectors
         ctx.dropout = dropout

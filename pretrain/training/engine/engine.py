@@ -84,7 +84,7 @@ class Engine:
     Args:
         model: the model, with fp32 parameters on any device; DeepSpeed casts and moves them.
         make_optimizer: function that maps (name, parameter) pairs to an optimizer. Each param group has an entry
-            `names`, one name per parameter, and may have `lr_scale`, a factor of the run's learning rate.
+            `names`, one name per parameter, and may have `lr_scale`, a factor for the run's learning rate.
         settings: the config's `engine` section: ZeRO stage, precision, clipping and options for DeepSpeed.
         watch: observer of progress and waits.
 
@@ -119,9 +119,9 @@ class Engine:
         use_world_group()
         self.settings = settings
         self.watch = watch
-        named = list(model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in named}
-        self._optimizer = make_optimizer(named)
+        named_parameters = list(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in named_parameters}
+        self._optimizer = make_optimizer(named_parameters)
         uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
         if uses_gradient_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.BUCKET_ENTRIES)

@@ -31,8 +31,8 @@ class GradientSums:
     """The fp32 gradient sums of ZeRO 1 and 2.
 
     Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A complete bucket is
-    sent to its owners: in stage 1 during a step's last backward pass; in stage 2, which keeps no whole sums, during
-    each. All ranks send the same buckets in the same order, whatever the order of gradients.
+    sent to its owners: in stage 1 during a step's last backward pass; in stage 2, which does not keep all sums,
+    during each. All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
@@ -50,18 +50,18 @@ class GradientSums:
         deepspeed: Any,
         buckets: Iterable[tuple[Sequence[nn.Parameter], Tensor]],
         *,
-        whole: bool,
+        keeps_all: bool,
     ) -> None:
         """Replace ZeRO's gradient sums.
 
         Args:
             deepspeed: DeepSpeed's engine, in stage 1 or 2.
             buckets: (parameters, their flat weights) of each optimizer group.
-            whole: whether each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
+            keeps_all: whether each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
         """
         self._sent_dtype = deepspeed.communication_data_type  # by default the dtype of the weights
-        self._whole = whole or dist.get_world_size() == 1
-        self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
+        self._keeps_all = keeps_all or dist.get_world_size() == 1
+        self._buckets = [_Bucket(parameters, weights, self._keeps_all) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
         self.local_parts = [bucket.part for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # buckets to send in this backward pass, in order
@@ -71,7 +71,7 @@ class GradientSums:
     @property
     def accepts_sparse(self) -> bool:
         """Return whether gradients of embeddings may be sparse tensors; their rows are summed in fp32."""
-        return self._whole
+        return self._keeps_all
 
     def nonzero_parts(self) -> list[Tensor]:
         """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
@@ -103,7 +103,7 @@ class GradientSums:
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch; `last`: whether it is the last one of the step."""
-        if dist.get_world_size() > 1 and (last or not self._whole):
+        if dist.get_world_size() > 1 and (last or not self._keeps_all):
             self._to_send = deque(self._buckets)
             for bucket in self._buckets:
                 bucket.missing, bucket.is_sent = set(bucket.slices), False
@@ -142,7 +142,7 @@ class GradientSums:
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_InFlight(local, received, work, replaces=self._whole and reduces_in_transit()))
+            self._pending.append(_InFlight(local, received, work, replaces=self._keeps_all and reduces_in_transit()))
 
     def _receive(self) -> None:
         """Add the other ranks' parts of the oldest piece to this rank's part."""
@@ -154,7 +154,7 @@ class GradientSums:
             _add_entries(local, received)
         else:
             for other, row in enumerate(received):
-                if not self._whole or other != dist.get_rank():
+                if not self._keeps_all or other != dist.get_rank():
                     _add_entries(local, row)
 
 
@@ -179,27 +179,27 @@ class _Bucket:
         rows: int64, indices of that parameter's rows whose sums may be nonzero; None if unknown.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
-        """If `whole`, keep the fp32 sums of all ranks' parts during a step; `part` is then a view of them."""
+    def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, keeps_all: bool) -> None:
+        """If `keeps_all`, keep the fp32 sums of all ranks' parts during a step; `part` is then a view of them."""
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
         self.slices = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
         self.is_sent = False
         self.filled: set[int] = set()
-        self._weights, self._workers, self._whole = weights.detach(), dist.get_world_size(), whole
+        self._weights, self._workers, self._keeps_all = weights.detach(), dist.get_world_size(), keeps_all
         self._sums: Tensor | None = None  # [entries]: a step's sums in fp32, or a micro-batch's in the weights' dtype
-        is_single = whole and len(parameters) == 1 and self._workers == 1
+        is_single = keeps_all and len(parameters) == 1 and self._workers == 1
         self.shape = parameters[0].shape if is_single else None
         self.rows: Tensor | None = None
         self._is_stale = False  # whether `part` contains the sums of an earlier step
-        if whole:
+        if keeps_all:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
             self.part = self._sums.view(self._workers, -1)[dist.get_rank()]
         else:
             self.part = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a dense or sparse gradient to the whole sums."""
+        """Add a dense or sparse gradient to the sums of all parts."""
         if self.is_sent:
             raise RuntimeError(f"a gradient of shape {tuple(parameter.shape)} came after its bucket was sent")
         if self._sums is None:
@@ -221,22 +221,22 @@ class _Bucket:
             _add_entries(view, gradient.reshape(-1))
 
     def pop_sums(self) -> Tensor:
-        """Return the whole sums [workers, entries of a part] for sending; drop them unless `whole`."""
+        """Return the sums of all parts, [workers, entries of a part], for sending; drop them unless `keeps_all`."""
         self.is_sent = True
-        if self._whole:
+        if self._keeps_all:
             self._zero_unfilled()
         elif self._is_stale:
             self.part.zero_()
             self._is_stale = False
         sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
-        if not self._whole:
+        if not self._keeps_all:
             self._sums = None
             self.filled.clear()
         return sums.view(self._workers, -1)
 
     def end_step(self) -> None:
         """Complete the sums of a step; the next gradient starts new sums."""
-        if self._whole:
+        if self._keeps_all:
             self._zero_unfilled()
         self.filled.clear()
         self._is_stale, self.is_sent = True, False
@@ -273,9 +273,9 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
 
     With dense gradients, a fine-tuning step of 400 tokens would clear, copy and add 23 MB.
     """
-    for part in model.modules():
-        if isinstance(part, Embeddings):
-            part.sparse_gradients = True
+    for module in model.modules():
+        if isinstance(module, Embeddings):
+            module.sparse_gradients = True
 
 
 def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:

@@ -30,7 +30,7 @@ AVERAGE = "average"  # key of the running mean of the weights
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, stored on this rank.
 
-    `tensors` are 1-D fp32 views, by kind: "weight", and those of `MOMENTS` and `AVERAGE` that exist.
+    `tensors` are 1-D fp32 views, by kind: "weight" and, if they exist, `MOMENTS` and `AVERAGE`.
     `replicated` is true if every rank stores the same entries.
     """
 
@@ -102,8 +102,8 @@ class StateLayout(ABC):
     """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
-        deepspeed_clips: whether DeepSpeed clips gradients, if it also sums them (`sums` is None); else `step` clips.
-        deepspeed_scales: whether DeepSpeed scales the loss in fp16, as for its ZeRO optimizers (scale_if_loss).
+        deepspeed_clips: whether DeepSpeed clips the gradients that it sums (`sums` is None); otherwise `step` clips.
+        deepspeed_scales: whether DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
         has_sum_buffer: whether DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
         replicated: whether every rank stores the whole state.
         sums: the gradient sums that replace DeepSpeed's; None if DeepSpeed's are used.
@@ -320,7 +320,7 @@ class Stage1Layout(CustomStepLayout):
     DeepSpeed concatenates the weights of a group in one tensor, and each rank owns an equal part of it.
     """
 
-    keeps_whole_sums = True  # whether each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
+    keeps_all_sums = True  # whether each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
 
     def __init__(self, inputs: LayoutInputs) -> None:
         super().__init__(inputs)
@@ -334,7 +334,7 @@ class Stage1Layout(CustomStepLayout):
         self._weights = [flat for _, flat in buckets]  # in the model's dtype
         self._gather = WeightGather(inputs.deepspeed.module, buckets)
         if inputs.uses_gradient_sums:
-            self.sums = GradientSums(inputs.deepspeed, buckets, whole=self.keeps_whole_sums)
+            self.sums = GradientSums(inputs.deepspeed, buckets, keeps_all=self.keeps_all_sums)
             self._replace_step()
 
     def pieces(self) -> Iterator[ParameterPiece]:
@@ -401,7 +401,7 @@ class Stage1Layout(CustomStepLayout):
 class Stage2Layout(Stage1Layout):
     """Each rank also stores only a part of the gradient sums."""
 
-    keeps_whole_sums = False
+    keeps_all_sums = False
 
 
 class Stage3Layout(StateLayout):

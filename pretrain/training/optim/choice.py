@@ -45,8 +45,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the configured optimizer over `parameter_groups`.
 
-    Its learning rate is 0 until training sets it: DeepSpeed's FP16_UnfusedOptimizer takes a step before training, to
-    allocate the moments, which must not change any weight.
+    Its learning rate is 0 until training sets it: DeepSpeed's FP16_UnfusedOptimizer takes a step before training to
+    allocate the moments, and this step must not change any weight.
     """
     betas = (settings.beta1, settings.beta2)
     if settings.name == "lamb":

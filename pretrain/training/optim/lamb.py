@@ -42,7 +42,7 @@ class Lamb(TensorwiseOptimizer):
         if not self._segments:
             return
         self._prepare_skip()
-        adapted: list[tuple[float, list[TensorPiece]]] = []  # (learning rate, pieces)
+        adapted: list[tuple[float, list[TensorPiece]]] = []  # (learning rate, pieces) of adapted groups
         for group in self.param_groups:
             is_adapted = group["layer_adaptation"]
             whole_parameters = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
@@ -53,12 +53,12 @@ class Lamb(TensorwiseOptimizer):
             elif pieces:
                 weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
                 if self._applied is not None:
-                    foreach._foreach_mul_(updates, self._factor(1.0))
+                    foreach._foreach_mul_(updates, self._zero_if_skipped(1.0))
                 foreach._foreach_add_(weights, updates, alpha=-group["lr"])
         if any(group["layer_adaptation"] for group in self.param_groups):
-            self._apply_adapted(adapted)
+            self._step_adapted(adapted)
 
-    def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
+    def _step_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
         """Step each piece, scaled by its tensor's trust ratio; every worker must call this, even without pieces."""
         squared_norms = self._zero_sums()
         for _, pieces in adapted:
@@ -69,7 +69,7 @@ class Lamb(TensorwiseOptimizer):
         weight_norms, update_norms = squared_norms.sqrt()
         both_nonzero = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(both_nonzero, weight_norms / update_norms, 1.0).to(torch.float32)
-        ratios *= self._factor(1.0)
+        ratios *= self._zero_if_skipped(1.0)
         for lr, pieces in adapted:
             # This takes one kernel per piece: torch has no operation that takes a list of factors on the device.
             factors = ratios[self._ids_and_sizes(pieces)[0]].unbind()

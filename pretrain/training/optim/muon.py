@@ -183,7 +183,7 @@ class Muon(SkippingOptimizer):
         if self._applied is not None:
             updates.mul_(self._applied)
         weights = _flat_views(pieces, flats)
-        indices_by_scale: dict[float, list[int]] = {}  # indices of the pieces, by the scale of their update
+        indices_by_scale: dict[float, list[int]] = {}  # indices in `pieces`, by the scale of their update
         for index, piece in enumerate(pieces):
             scale = lrs[flats[piece.flat_index]] * _UPDATE_RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
             indices_by_scale.setdefault(scale, []).append(index)

@@ -34,7 +34,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         # Multiply them as integers, because NaN times 0 is NaN.
         foreach._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._applied.int())
 
-    def _factor(self, value: float) -> Any:
+    def _zero_if_skipped(self, value: float) -> Any:
         """Return `value`, or 0 in a skipped step; an fp32 tensor if the step may be skipped."""
         return value if self._applied is None else (value * self._applied).float()
 
@@ -49,7 +49,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
     def _advance_counts(self, counts: Sequence[Tensor]) -> None:
         """Increment the step counts of parameters, scalar tensors, unless the step is skipped."""
         # Adding one tensor, instead of a list, would read its value on the host.
-        foreach._foreach_add_(counts, 1 if self._applied is None else [self._factor(1.0)] * len(counts))
+        foreach._foreach_add_(counts, 1 if self._applied is None else [self._zero_if_skipped(1.0)] * len(counts))
 
     def _lerp_means(self, means: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
         """Set running means to (1 - weight) * mean + weight * value; a skipped step, whose values are 0, keeps them."""

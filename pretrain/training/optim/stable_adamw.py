@@ -51,7 +51,7 @@ class StableAdamW(TensorwiseOptimizer):
             sums[0].index_add_(0, ids, squared_ratios)
             sums[1].index_add_(0, ids, sizes)
         self._reduce(sums.view(-1))
-        scales = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._factor(1.0)
+        scales = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._zero_if_skipped(1.0)
         for group, pieces, _ in stepped:
             factors = scales[self._ids_and_sizes(pieces)[0]].to(torch.float32)
             decay_factors = 1 - factors * (group["lr"] * group["weight_decay"])
