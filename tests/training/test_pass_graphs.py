@@ -32,9 +32,9 @@ LENGTHS = ((20, 20, 23), (18, 22, 23), (7, 12, 40, 41))
 class RepeatedPasses(PassGraphs):
     """Recording changes no tensor, and a replay none of Python's state: as with CUDA graphs."""
 
-    def run(self, batch: Any, weights: Any, compute: Any, variant: Any = None) -> Tensor:
+    def run(self, batch: Any, loss_weights: Any, compute: Any, variant: Any = None) -> Tensor:
         self.lengths = batch.lengths
-        return super().run(batch, weights, compute, variant)
+        return super().run(batch, loss_weights, compute, variant)
 
     def _run_pass(self, batch: Any, compute: Any) -> Any:
         # Attention on a CPU needs the lengths themselves.
