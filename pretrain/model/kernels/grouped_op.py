@@ -227,7 +227,7 @@ def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
     """Return the groups of a micro-batch, cached for all layers; `args.rows` must be on the host."""
     boundaries, queries = tuple(itertools.accumulate(args.lengths, initial=0)), None
     if args.rows is not None:
-        unit_starts = cut_into_units(boundaries, args.window)[0].start if args.window else boundaries[:-1]
+        unit_starts = cut_into_units(boundaries, args.window)[0].query_start if args.window else boundaries[:-1]
         starts = torch.tensor([*unit_starts, boundaries[-1]], device=args.rows.device)
         queries = tuple(query_boundaries(args.rows, starts).tolist())
     multiple = LENGTH_MULTIPLE if compiles_each_shape(args.qkv) else 1

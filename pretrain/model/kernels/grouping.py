@@ -40,14 +40,14 @@ class PaddedRanges(NamedTuple):
     index_GL: Tensor  # int64, the index at each position; padding repeats an index of the range
     valid_GL: Tensor  # bool, false at padding
     slot_T: Tensor  # int64, for each index in `range`, its slot g * L + l in its unit
-    second_slot_T: Tensor | None = None  # for each index in `range`, its slot in a neighboring chunk, or -1
+    second_slot_T: Tensor | None = None  # likewise, its slot in a neighboring chunk, or -1; None without chunks
 
 
 class AttentionUnits(NamedTuple):
     """Token ranges of each unit, int64 [units]: its queries, and the keys that they attend to."""
 
-    start: np.ndarray
-    end: np.ndarray
+    query_start: np.ndarray
+    query_end: np.ndarray
     key_start: np.ndarray
     key_end: np.ndarray
 
@@ -98,7 +98,7 @@ def group_sequences(
         multiple: L and Q are rounded up to a multiple of this number.
     """
     units, unit_offsets = cut_into_units(boundaries, window)
-    offsets = np.append(units.start, boundaries[-1]) if query_offsets is None else np.asarray(query_offsets)
+    offsets = np.append(units.query_start, boundaries[-1]) if query_offsets is None else np.asarray(query_offsets)
     groups = []
     launch_cost = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
     for start, stop in _best_ranges(units, unit_offsets, heads, launch_cost):
@@ -107,7 +107,7 @@ def group_sequences(
         if group_offsets[0] < group_offsets[-1]:  # the group has queries
             group = AttentionUnits(*(x[in_group] for x in units))
             keys = _pad_ranges(group.key_start, group.key_end, device, multiple)
-            has_chunks = len(group.start) > stop - start
+            has_chunks = len(group.query_start) > stop - start
             if has_chunks:
                 keys = keys._replace(**_slots_of_shared_keys(group, keys.index_GL.shape[1], device))
             keys_are_queries = query_offsets is None and not has_chunks
@@ -123,7 +123,7 @@ def _best_ranges(units: AttentionUnits, offsets: np.ndarray, heads: int, launch_
     of its G * Q queries, and 128 for copying a query in and out, with heads of width 64.
     """
     count = len(offsets) - 1
-    widths = units.end - units.start, units.key_end - units.key_start
+    widths = units.query_end - units.query_start, units.key_end - units.key_start
     longest = [np.maximum.reduceat(width, offsets[:-1]).astype(np.float64) for width in widths]
     lowest_cost, best_start = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for stop in range(1, count + 1):
@@ -154,12 +154,12 @@ def _pad_ranges(start: np.ndarray, end: np.ndarray, device: torch.device, multip
 
 def _slots_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
     """Return `slot_T` and `second_slot_T` of the tokens of `units`, whose keys are laid out as [G, length]."""
-    token_T = np.arange(units.start[0], units.end[-1])
-    unit_T = np.searchsorted(units.end, token_T, side="right")
+    token_T = np.arange(units.query_start[0], units.query_end[-1])
+    unit_T = np.searchsorted(units.query_end, token_T, side="right")
 
     def slot_in(index_T: np.ndarray) -> np.ndarray:
         """Return each token's slot in the unit with this index, or -1 if it is not among the unit's keys."""
-        unit = index_T.clip(0, len(units.start) - 1)
+        unit = index_T.clip(0, len(units.query_start) - 1)
         is_key = (units.key_start[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == index_T)
         return np.where(is_key, unit * length + token_T - units.key_start[unit], -1)
 
