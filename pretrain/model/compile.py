@@ -34,7 +34,7 @@ _LINKING_SECONDS = 10.0
 
 @functools.cache
 def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `function`; if `fused`, compiled, once for all sizes of batches.
+    """Return `function`, compiled once for all batch sizes if `fused`.
 
     Args:
         axes: for each of the first arguments, the letters of its leading axes, keys of `_ASSUMED_SIZES`. The compiled

@@ -444,12 +444,12 @@ class Stage3Layout(StateLayout):
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
-def whole_storage(part: Tensor, numel: int) -> Tensor:
-    """Return the storage of the view `part` as a 1-D tensor; raise `RuntimeError` unless it has `numel` entries."""
-    storage = part.data.untyped_storage()
-    if storage.nbytes() != numel * part.element_size():
+def whole_storage(view: Tensor, numel: int) -> Tensor:
+    """Return the whole storage of a view as a 1-D tensor; raise `RuntimeError` unless it has `numel` entries."""
+    storage = view.data.untyped_storage()
+    if storage.nbytes() != numel * view.element_size():
         raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
-    return part.data.as_strided((numel,), (1,), 0)
+    return view.data.as_strided((numel,), (1,), 0)
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:

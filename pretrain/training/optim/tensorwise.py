@@ -67,7 +67,7 @@ def cut_segments(ids: range, numel: int, start: int, stop: int, offset: int) -> 
     return segments
 
 
-def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+def segment_views(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     """Return a view of each segment of a flat tensor; the segments are in ascending order."""
     sizes, indices, end = [], [], 0
     for start, stop, *_ in segments:
@@ -134,7 +134,9 @@ class TensorwiseOptimizer(SkippingOptimizer):
         pieces: list[TensorPiece] = []
         for (parameter, segments), state, corrections in zip(with_gradient, states, pairs, strict=True):
             assert parameter.grad is not None
-            views = (cut(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+            views = (
+                segment_views(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            )
             pieces += [
                 TensorPiece(segment.tensor_id, *corrections, *tensors)
                 for segment, *tensors in zip(segments, *views, strict=True)
