@@ -130,7 +130,7 @@ class LayerWeights(NamedTuple):
 
     attention_out_weight: Tensor  # [H, H]
     attention_out_bias: Tensor | None
-    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in pre-norm
+    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in a pre-norm model
     ffn_in_weight: Tensor  # [F, H]; if gated [2F, H]: the activation's rows, then the gate's
     ffn_in_bias: Tensor | None
     ffn_out_weight: Tensor  # [H, F]

@@ -61,7 +61,7 @@ class Encoder(nn.Module):
             initialize_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
-        self.rotary = shape.positions.startswith("rotary")
+        self.is_rotary = shape.positions.startswith("rotary")
 
     def use_rotary_bases(self, base: float, local: float) -> None:
         """Use other rotary frequencies from now on; arguments as for `ModelConfig.with_rotary_bases`."""
@@ -82,7 +82,7 @@ class Encoder(nn.Module):
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, seeds_T)
         if self.relative is not None:
             layout = self.relative(layout)
-        rotation_by_base = rotations(self.shape, batch.positions) if self.rotary else {}
+        rotation_by_base = rotations(self.shape, batch.positions) if self.is_rotary else {}
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, seeds_T)
         layer_calls: list[Any] = [*self.layers] * self.shape.recursions  # BERT applies each layer once
         for depth, layer in enumerate(layer_calls, start=1):

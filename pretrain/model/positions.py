@@ -32,7 +32,7 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
-    """Return {rotary base of some layer: its rotation at int64 `positions_T`}; {} without rotary positions."""
+    """Return the rotation at int64 `positions_T` by rotary base, for every base that a layer uses."""
     bases = {model.rotary_base_of(index) for index in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}

@@ -28,17 +28,17 @@ def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str]
         forward_order: the names of all parameters, in the order in which the forward pass uses them.
         max_entries: maximum number of entries of a bucket.
     """
-    order = {name: index for index, name in enumerate(forward_order)}
-    buckets = [bucket for group in optimizer.param_groups for bucket in _split_group(group, order, max_entries)]
-    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(order[name] for name in bucket["names"]))
+    depth = {name: index for index, name in enumerate(forward_order)}
+    buckets = [bucket for group in optimizer.param_groups for bucket in _split_group(group, depth, max_entries)]
+    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(depth[name] for name in bucket["names"]))
 
 
-def _split_group(group: Mapping[str, Any], order: Mapping[str, int], max_entries: int) -> Iterator[dict[str, Any]]:
+def _split_group(group: Mapping[str, Any], depth: Mapping[str, int], max_entries: int) -> Iterator[dict[str, Any]]:
     names: list[str] = []
     parameters: list[Tensor] = []
     entries = 0
     pairs = zip(group["names"], group["params"], strict=True)
-    for name, parameter in sorted(pairs, key=lambda pair: -order[pair[0]]):
+    for name, parameter in sorted(pairs, key=lambda pair: -depth[pair[0]]):
         if parameters and entries + parameter.numel() > max_entries:
             yield {**group, "names": names, "params": parameters}
             names, parameters, entries = [], [], 0
