@@ -40,7 +40,7 @@ class Alone:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def all_to_all(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def all_to_all(self, values: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
         return values
 
 

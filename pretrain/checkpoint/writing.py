@@ -33,7 +33,7 @@ class FragmentLike(Protocol):
     @property
     def tensors(self) -> dict[str, Tensor]: ...
     @property
-    def shared(self) -> bool: ...
+    def replicated(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def _write_errors(path: Path) -> Iterator[None]:
 def _slices_to_write(fragments: Sequence[FragmentLike], group: SavingGroup) -> Iterator[slice]:
     """Yield the slice of each fragment that this rank writes."""
     sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
-    replicated = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
-    start, end = (replicated * rank // group.world_size for rank in (group.rank, group.rank + 1))
+    replicated_size = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.replicated)
+    start, end = (replicated_size * rank // group.world_size for rank in (group.rank, group.rank + 1))
     offset = 0
     for fragment, size in zip(fragments, sizes, strict=True):
-        if fragment.shared:
+        if fragment.replicated:
             yield slice(max(0, start - offset), max(0, min(size, end - offset)))
             offset += size
         else:

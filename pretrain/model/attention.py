@@ -57,18 +57,18 @@ def self_attention(
         [R, H], the context of each query position, in the dtype of `hidden`.
     """
     # The flash kernel cannot add biases to scores.
-    flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
+    use_flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
-    rotation = layout.rotation if flash else None  # the grouped kernels apply RoPE when they load q and k
+    rotation = layout.rotation if use_flash else None  # the grouped kernels apply RoPE when they load q and k
     if rotation is not None or len(projection.weights) > 1:
         products = tuple(linear_product(hidden, weight) for weight in projection.weights)
         qkv = maybe_compile(form_qkv, options.fused, QKV_AXES)(products, projection.biases, rotation, options.heads)
         bias = None
-    elif flash:
+    elif use_flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:
         qkv = linear_product(hidden, weight)  # [T, 3H]; the kernels add the bias when they load it
-    if flash:
+    if use_flash:
         return flash_attention(qkv, layout, options)
     tables = DistanceTables()
     if layout.relative is not None and projection.relative is not None:  # projected once for all groups

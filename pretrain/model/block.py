@@ -1,8 +1,8 @@
 """A Transformer layer, and the arithmetic of the embeddings, as pure functions.
 
 The encoder calls them on unpadded batches, the padded encoder (`padded.py`) on padded ones; nothing else defines a
-layer. A layer's parameters are flat, and everything after the attention is one pure function (`after_attention`). So
-torch.compile compiles it once for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
+layer. A layer has no submodules, and everything after its attention is one pure function (`after_attention`). So
+torch.compile compiles that once for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
 
 Shape letters: T tokens (the padded encoder has sequences times tokens), R query positions, E width of the embeddings,
 H hidden width, F feed-forward width.
@@ -37,7 +37,7 @@ class Layer(nn.Module):
     Args:
         shape: the model's config.
         index: index of the layer; determines whether its attention is local, and whether a norm precedes it.
-        compile: fuse the operations between the matmuls.
+        compile: fuse the operations between the matmuls with torch.compile.
     """
 
     # Query, key and value, stacked for one matmul. With fewer key and value heads: q_weight and kv_weight instead.
@@ -80,7 +80,7 @@ class BlockFunctions(NamedTuple):
     activation: Callable[[Tensor], Tensor]
     eps: float  # epsilon of the norm
     norm_kinds: tuple[str, ...]  # kinds of the norm's parameters, such as weight, in the order of its arguments
-    pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
+    pre_norm: bool = False  # whether norms precede attention and feed-forward network, instead of following the sums
     gated: bool = False  # whether the activation is multiplied by a second projection
 
     @classmethod
@@ -130,7 +130,7 @@ class LayerWeights(NamedTuple):
 
     attention_out_weight: Tensor  # [H, H]
     attention_out_bias: Tensor | None
-    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in pre-norm
+    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in a pre-norm model
     ffn_in_weight: Tensor  # [F, H]; if gated [2F, H]: the activation's rows, then the gate's
     ffn_in_bias: Tensor | None
     ffn_out_weight: Tensor  # [H, F]

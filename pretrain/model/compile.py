@@ -28,12 +28,13 @@ SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (
 # the single-threaded code of a short batch to later runs with large batches.
 _ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
 _EQUAL_SIZES = "KM"  # letters that mean the same size in all arguments of a call
-_LINKING_SECONDS = 10.0  # longer than a linker runs, and shorter than a restarted run takes until it compiles
+# Age of a file that no linker writes any more; a restarted run takes longer until it compiles.
+_LINKING_SECONDS = 10.0
 
 
 @functools.cache
 def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `function`; if `fused`, compiled, once for all sizes of batches.
+    """Return `function`, compiled once for all batch sizes if `fused`.
 
     Args:
         axes: for each of the first arguments, the letters of its leading axes, keys of `_ASSUMED_SIZES`. The compiled
@@ -42,16 +43,16 @@ def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ..
     """
     if not fused:
         return function
-    marked = set()  # variants seen: marking axes again would have no effect, and take as long as a small kernel
+    seen_variants = set()  # marking axes again would have no effect, and take as long as a small kernel
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         _configure()
         # The compiler treats the number of threads as a constant, too, and recompiles if it changes.
-        kinds = (_kind(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
-        variant = (torch.get_num_threads(), torch.is_grad_enabled(), *kinds)
-        if variant not in marked:
-            marked.add(variant)
+        keys = (_recompile_key(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
+        variant = (torch.get_num_threads(), torch.is_grad_enabled(), *keys)
+        if variant not in seen_variants:
+            seen_variants.add(variant)
             for argument, letters in zip(arguments, axes, strict=False):
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
@@ -98,11 +99,11 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
     return torch.compile(with_constants if any(n is not None for n in integers) else function, dynamic=True)
 
 
-def _kind(argument: Any, letters: str) -> Any:
-    """Return the properties whose change recompiles; for a tensor, its dtype and the sizes of the model's axes."""
+def _recompile_key(argument: Any, letters: str) -> Any:
+    """Return what recompiles a function if it changes: of a tensor, its dtype and the sizes of axes without letters."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
-    return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
+    return tuple(_recompile_key(x, letters) for x in argument) if isinstance(argument, tuple) else argument
 
 
 @functools.cache

@@ -24,8 +24,8 @@ from pretrain.model.parameters import (
     total,
 )
 
-# Vocabulary logits that are computed at a time: 2^26 bf16 entries are 128 MiB. Smaller chunks would accumulate
-# the decoder's gradient more often.
+# Maximum number of vocabulary logits that are computed at a time: 2^26 bf16 entries are 128 MiB. Smaller chunks would
+# accumulate the decoder's gradient more often.
 LOGITS_PER_CHUNK = 1 << 26
 # 2 FLOPs per multiply-add; the backward pass has twice the products of the forward pass.
 FLOPS_PER_ENTRY = 6
@@ -72,27 +72,27 @@ def flops(
     micro-batch, is not counted. The last layer is counted in full, as other systems do, though we skip positions that
     no loss uses.
     """
-    pairs = len(lengths) if next_sentence else 0
-    return layers_flops(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
+    sentence_pairs = len(lengths) if next_sentence else 0
+    return layers_flops(model, lengths) + head_flops(model, vocabulary_size, masked, sentence_pairs)
 
 
-def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: int = 0) -> float:
-    """Return the FLOPs of the heads, forward and backward: MLM at `masked` positions, NSP for `pairs` pairs."""
-    heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, pairs > 0)}
+def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, sentence_pairs: int = 0) -> float:
+    """Return the FLOPs of the heads, forward and backward: MLM at `masked` positions, NSP for `sentence_pairs`."""
+    heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, sentence_pairs > 0)}
     width = model.embedding or model.hidden
     transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
-    classifier = heads["pooler_weight"].numel + heads["nsp_weight"].numel if pairs else 0
-    return FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * pairs)
+    classifier = heads["pooler_weight"].numel + heads["nsp_weight"].numel if sentence_pairs else 0
+    return FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * sentence_pairs)
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[float], queries: float) -> float:
     """Return the FLOPs of the encoder, forward and backward, with `queries` query positions in the last layer.
 
-    They are assumed to be spread evenly over the tokens. MFU uses this count, which excludes skipped work.
+    Query positions are assumed to be spread evenly over the tokens. MFU uses this count, which excludes skipped work.
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
-    skipped_pairs = sum(_pairs(length, window) for length in lengths) * (1 - queries / tokens)
-    skipped = _count_layers(model).after_attention * (tokens - queries) + 12 * model.hidden * skipped_pairs
+    skipped_pairs = sum(_attended_pairs(length, window) for length in lengths) * (1 - queries / tokens)
+    skipped = _count_layers(model).after_attention_flops * (tokens - queries) + 12 * model.hidden * skipped_pairs
     return layers_flops(model, lengths) - skipped
 
 
@@ -105,13 +105,13 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], queries: floa
     Args:
         checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
     """
-    tokens, last = sum(lengths), model.layers - 1
+    tokens, last_window = sum(lengths), model.window(model.layers - 1)
     all_pairs = sum(
-        layers * (_pairs(length, window) + 2 * _distance_pairs(model, length, window))
+        layers * (_attended_pairs(length, window) + 2 * _distance_pairs(model, length, window))
         for window, layers in _count_layers(model).layers_by_window.items()
         for length in lengths
     )
-    skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - queries / tokens)
+    skipped = sum(_attended_pairs(length, last_window) for length in lengths) * (1 - queries / tokens)
     pairs = model.recursions * all_pairs - skipped
     layers = encoder_flops(model, lengths, queries) - _projection_flops(model) * tokens if checkpointing else 0.0
     return 2 * model.hidden * pairs + layers / 3
@@ -124,7 +124,7 @@ def activation_bytes(
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
     If compiled, the backward pass recomputes everything between these. Native loops also keep the matmuls' inputs. In
-    eager mode, a layer also keeps what the gradients of its norms and activation need, and a byte per dropped entry. A
+    eager mode, a layer also keeps what the gradients of its norms and activation need, and dropout masks in bytes. A
     pre-norm layer keeps the normalized input of its projections, but not the last product. The last layer computes
     only query positions after query, key and value. Checked against torch's saved tensors: within 8 %.
 
@@ -136,18 +136,18 @@ def activation_bytes(
         checkpointing: whether a layer keeps only its input.
         native: whether `kernels/native.cpp` is used for models that it supports, as on a CPU without compilation.
     """
-    h, b, pre = model.hidden, itemsize, model.norm_placement == "pre"
+    h, b, pre_norm = model.hidden, itemsize, model.norm_placement == "pre"
     embedding = tokens * _embedding_saved_bytes(model, b, compiled) + _distance_saved_bytes(model, b)
     eager_bytes = _native_saved_bytes if native and has_native_loops(model) else _eager_saved_bytes
     after_attention = (_compiled_saved_bytes if compiled else eager_bytes)(model, b) + 4 * model.heads
-    before_attention = 3 * b * model.hidden + (_norm_saved_bytes(model, b, compiled) if pre else 0)
+    before_attention = 3 * b * model.hidden + (_norm_saved_bytes(model, b, compiled) if pre_norm else 0)
     layer = tokens * (before_attention + after_attention)
-    last = tokens * before_attention + queries * after_attention
-    final = queries * _norm_saved_bytes(model, b, compiled) if pre else 0
+    last_layer = tokens * before_attention + queries * after_attention
+    final_norm = queries * _norm_saved_bytes(model, b, compiled) if pre_norm else 0
     working = working_bytes(model, tokens, itemsize)
     if checkpointing:
-        return embedding + model.depth * b * tokens * h + layer + final + working
-    return embedding + (model.depth - 1) * layer + last + final + working
+        return embedding + model.depth * b * tokens * h + layer + final_norm + working
+    return embedding + (model.depth - 1) * layer + last_layer + final_norm + working
 
 
 def has_native_loops(model: ModelConfig) -> bool:
@@ -175,36 +175,36 @@ def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the FLOPs of all applications of the layers, and of the projection of the embeddings."""
     tokens, counts = sum(lengths), _count_layers(model)
     pairs = sum(
-        layers * (_pairs(length, window) + _distance_pairs(model, length, window))
+        layers * (_attended_pairs(length, window) + _distance_pairs(model, length, window))
         for window, layers in counts.layers_by_window.items()
         for length in lengths
     )
-    layers = counts.all_layers * tokens + 12 * model.hidden * pairs
+    layers = counts.matrix_flops * tokens + 12 * model.hidden * pairs
     return model.recursions * layers + _projection_flops(model) * tokens
 
 
-class _LayerCounts(NamedTuple):
-    """Counts for the FLOPs of a model's layers; cached, since the loop needs them for each micro-batch."""
+class _LayerCosts(NamedTuple):
+    """Constants from which the FLOPs of a model's layers are computed for each micro-batch; cached."""
 
-    all_layers: int  # FLOPs per token of the weight matrices of all layers
-    after_attention: int  # FLOPs per token of the last layer's weight matrices, without query, key and value
-    layers_by_window: Counter[int]  # attention window -> number of layers
+    matrix_flops: int  # FLOPs per token of the weight matrices of all layers
+    after_attention_flops: int  # FLOPs per token of the last layer's weight matrices, without query, key and value
+    layers_by_window: Counter[int]  # number of layers with each attention window
 
 
-def _count_layers(model: ModelConfig) -> _LayerCounts:
-    frozen: Any = model  # frozen, so hashable, which pyright does not know
-    return count_layers(frozen)
+def _count_layers(model: ModelConfig) -> _LayerCosts:
+    hashable: Any = model  # pyright does not know that a frozen config is hashable
+    return count_layers(hashable)
 
 
 @functools.lru_cache(maxsize=16)
-def count_layers(model: ModelConfig) -> _LayerCounts:
+def count_layers(model: ModelConfig) -> _LayerCosts:
     """Count the FLOPs of the layers' weight matrices per token, and the layers with each attention window."""
     # The matrices named position_* multiply distance embeddings, not tokens.
     layers = [
         [p for p in layer_parameters(model, index) if not p.name.startswith("position_")]
         for index in range(model.layers)
     ]
-    return _LayerCounts(
+    return _LayerCosts(
         FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
         FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
         Counter(map(model.window, range(model.layers))),
@@ -217,7 +217,7 @@ def _projection_flops(model: ModelConfig) -> int:
     return FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
 
 
-def _pairs(length: float, window: int) -> float:
+def _attended_pairs(length: float, window: int) -> float:
     """Return the number of pairs of a query and a key that it attends to, in a sequence of `length` tokens."""
     if not window or length <= window:
         return length * length
@@ -225,7 +225,7 @@ def _pairs(length: float, window: int) -> float:
 
 
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
-    """Return the cost of products with distance embeddings, as a number of query-key pairs, which have two products.
+    """Return the cost of products with distance embeddings, as the number of query-key pairs that would cost the same.
 
     For the largest distance, fp32 rounding in `positions.relative_row_indices` may select the next bucket.
     """

@@ -34,7 +34,7 @@ class Encoder(nn.Module):
     Args:
         shape: the model's config: sizes, dropout, and the parts of the block.
         vocabulary_size: V.
-        compile: fuse the layers with torch.compile.
+        compile: fuse operations of the layers with torch.compile.
         activation_checkpointing: keep only the layers' inputs and recompute their activations in the backward pass.
 
     Raises:
@@ -61,7 +61,7 @@ class Encoder(nn.Module):
             initialize_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
-        self.rotary = shape.positions.startswith("rotary")
+        self.is_rotary = shape.positions.startswith("rotary")
 
     def use_rotary_bases(self, base: float, local: float) -> None:
         """Use other rotary frequencies from now on; arguments as for `ModelConfig.with_rotary_bases`."""
@@ -82,7 +82,7 @@ class Encoder(nn.Module):
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, seeds_T)
         if self.relative is not None:
             layout = self.relative(layout)
-        rotation_by_base = rotations(self.shape, batch.positions) if self.rotary else {}
+        rotation_by_base = rotations(self.shape, batch.positions) if self.is_rotary else {}
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, seeds_T)
         layer_calls: list[Any] = [*self.layers] * self.shape.recursions  # BERT applies each layer once
         for depth, layer in enumerate(layer_calls, start=1):
@@ -168,7 +168,7 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """A look-up in a half-precision table on CPU."""
+    """A look-up in a half-precision table on a CPU, whose gradient is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:

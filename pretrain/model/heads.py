@@ -19,16 +19,16 @@ from pretrain.model.kernels.layout import UnpaddedBatch
 from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
 from pretrain.model.parameters import head_parameters
 
-_IGNORED_LABEL = -100  # the loss ignores it
+_IGNORED_LABEL = -100  # label of positions that the loss ignores
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
     """The additional fields of a batch that pretraining reads, such as `pretrain.batches.batch.MicroBatch`."""
 
     @property
-    def masked_rows(self) -> Tensor: ...  # int64 [K]
+    def masked_rows(self) -> Tensor: ...  # int64 [K], indices of the masked tokens
     @property
-    def masked_labels(self) -> Tensor: ...  # int64 [K]
+    def masked_labels(self) -> Tensor: ...  # int64 [K], their ids before masking
     @property
     def nsp_labels(self) -> Tensor: ...  # int64 [S], as `MicroBatch.nsp_labels`
 
@@ -43,7 +43,7 @@ class Losses(NamedTuple):
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as for `Encoder`; `next_sentence` adds an NSP head."""
+    """The encoder with its pretraining heads. Arguments are as for `Encoder`; `next_sentence` adds an NSP head."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class Heads(nn.Module):
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
         """Return the losses; `hidden_RH`: pooled states of the sequences, then states of the masked tokens."""
-        sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
+        sequence_count = hidden_RH.shape[0] - masked_labels_K.shape[0]
         padding = rows_to_pad(len(masked_labels_K), hidden_RH)
-        transformed_KH = self.transform(pad_rows(hidden_RH[sequences:], padding), self.fused)
+        transformed_KH = self.transform(pad_rows(hidden_RH[sequence_count:], padding), self.fused)
         masked_labels_K = pad_rows(masked_labels_K, padding, _IGNORED_LABEL)
         mlm_loss, mlm_correct = vocabulary_losses(
             transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
@@ -124,7 +124,7 @@ class Heads(nn.Module):
         if not self.next_sentence:
             zero = mlm_loss.new_zeros(())
             return Losses(mlm_loss, zero, mlm_correct, zero)
-        logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
+        logits_S2 = nsp_logits(hidden_RH[:sequence_count], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
         return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct)

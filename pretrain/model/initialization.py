@@ -19,13 +19,13 @@ from pretrain.config import ModelConfig
 from pretrain.model.parameters import Parameter
 from pretrain.model.positions import join_pairs
 
-# Position embeddings start larger than words and token types, which act as noise: positions have two thirds of an
-# embedding's squared norm.
+# Initial scale of position embeddings relative to words and token types, which act as noise: positions have two thirds
+# of an embedding's squared norm.
 POSITION_SCALE = 2.0
-# A head's initial score at its offset; the mean score is 0. Among 128 tokens, this is about half of the attention.
-PEAK = 5.0
-# With rotary positions: that score; and the lowest frequency used, in radians per token.
-ROTARY_PEAK, MIN_FREQUENCY = 8.0, 0.2
+# A head's initial score at its offset; the mean score is 0. Among 128 tokens, the offset gets half of the attention.
+PEAK_SCORE = 5.0
+# With rotary positions: the same score; and the lowest frequency that is used, in radians per token.
+ROTARY_PEAK_SCORE, MIN_FREQUENCY = 8.0, 0.2
 
 
 def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
@@ -59,7 +59,7 @@ def initialize_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[A
 
     Args:
         shape: the model's config.
-        embeddings, layers: modules with the parameters of `parameters.py`; `layers` are only the lower half.
+        embeddings, layers: modules with the parameters of `parameters.py`; `layers` are the encoder's lower half.
     """
     if shape.positions == "learned":
         weights = [layer.qkv_weight for layer in layers]
@@ -95,10 +95,10 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm scales the sum's variance to 1; this is the positions' share. Words and token types weigh 1 each.
+    # The positions' share of the variance, which the norm scales to 1. Words and token types weigh 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
-    gain = math.sqrt(PEAK / (math.sqrt(width) * share))
+    gain = math.sqrt(PEAK_SCORE / (math.sqrt(width) * share))
     offset_K = torch.tensor([_offset(head) for head in range(heads)]).repeat_interleave(width // 2)
     cosine_K, sine_K = gain * torch.cos(frequency_K * offset_K), gain * torch.sin(frequency_K * offset_K)
     even_K = torch.arange(0, hidden, 2)
@@ -118,7 +118,7 @@ def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: fl
 
     A bias is the same for all tokens until it is rotated by their positions. Queries start as a vector with the fast
     frequencies only, and keys as this vector rotated back by the head's offset, so that they match at this distance:
-    the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK`.
+    the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK_SCORE`.
 
     Args:
         qkv_bias: biases of queries, keys and values of all heads, stacked: fp32 [3H].
@@ -130,7 +130,7 @@ def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: fl
     width = hidden // heads
     frequency_K = base ** -(torch.arange(0, width, 2) / width)
     is_fast_K = frequency_K >= MIN_FREQUENCY
-    gain_K = is_fast_K * math.sqrt(ROTARY_PEAK * math.sqrt(width) / int(is_fast_K.sum()))
+    gain_K = is_fast_K * math.sqrt(ROTARY_PEAK_SCORE * math.sqrt(width) / int(is_fast_K.sum()))
     angle_NK = -frequency_K * torch.tensor([_offset(head) for head in range(heads)])[:, None]
     query_D = join_pairs(gain_K, torch.zeros_like(gain_K), interleaved=interleaved)
     key_ND = join_pairs(gain_K * angle_NK.cos(), gain_K * angle_NK.sin(), interleaved=interleaved)

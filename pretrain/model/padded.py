@@ -1,4 +1,4 @@
-"""The encoder as a plain module over padded batches, for other runtimes: no dropout, no training, no custom operator.
+"""The encoder as a plain module over padded batches, to export to other runtimes: no dropout, training or custom ops.
 
 It computes the same function as `encoder.Encoder` from the same parameters, with the same `block` functions. Shape
 letters: B sequences padded to L tokens, E width of the embeddings, H hidden width, N heads of width D.
@@ -62,7 +62,7 @@ class PaddedEncoder(nn.Module):
         hidden_BLH = self._embed(input_ids, token_type_ids)
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
         masks, angles = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
-        for index in [*range(shape.layers)] * shape.recursions:
+        for index in [*range(shape.layers)] * shape.recursions:  # BERT applies each layer once
             layer, normed_BLH = self.layers[index], hidden_BLH
             if shape.norm_placement == "pre" and shape.has_attention_norm(index):
                 normed_BLH = apply_norm(
@@ -118,7 +118,7 @@ class PaddedEncoder(nn.Module):
             keys_NPD, queries_NPD = project_distances(
                 self._distance_embeddings(), projection.weights, projection.biases, projection.relative, heads
             )
-            products_BNLL = products_BNLL + self._distances(keys_NPD, queries_NPD, q_BNLD, k_BNLD)
+            products_BNLL = products_BNLL + self._distance_scores(keys_NPD, queries_NPD, q_BNLD, k_BNLD)
         scores_BNLL = products_BNLL / math.sqrt(q_BNLD.shape[-1] * self.shape.score_terms) + mask
         weights_BNLL = scores_BNLL.softmax(-1)
         if attention is not None:
@@ -131,17 +131,19 @@ class PaddedEncoder(nn.Module):
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)
 
-    def _distances(self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
-        """Return [B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
+    def _distance_scores(
+        self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor
+    ) -> Tensor:
+        """Return [B, N, L, L]: products of queries and keys with the projected embeddings of their distances."""
         positions_L = torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
         row_LL = relative_row_indices(positions_L[:, None] - positions_L[None], self.shape)
         row_BNLL = row_LL.expand(*q_BNLD.shape[:2], -1, -1)
-        sums = []
+        terms = []
         if keys_NPD is not None:
-            sums.append((q_BNLD @ keys_NPD.mT).gather(-1, row_BNLL))
+            terms.append((q_BNLD @ keys_NPD.mT).gather(-1, row_BNLL))
         if queries_NPD is not None:
-            sums.append((queries_NPD @ k_BNLD.mT).gather(-2, row_BNLL))
-        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+            terms.append((queries_NPD @ k_BNLD.mT).gather(-2, row_BNLL))
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def frozen_module(state: Mapping[str, Tensor], prefix: str) -> Any:

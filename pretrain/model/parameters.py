@@ -22,16 +22,12 @@ STACKED = {
 
 
 class Parameter(NamedTuple):
-    """One parameter of a module.
-
-    Attributes:
-        scale: factor of the initial standard deviation of "normal" values.
-    """
+    """One parameter of a module."""
 
     name: str
     shape: tuple[int, ...]
     initial: Initial
-    scale: float = 1.0
+    scale: float = 1.0  # factor of the initial standard deviation of "normal" values
 
     @property
     def numel(self) -> int:
@@ -49,7 +45,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
     }
     return (
         *(Parameter(name, (rows, width), "normal") for name, rows in tables.items() if rows or name == "word"),
-        *(_norm("norm", width, model) if model.embedding_norm else ()),
+        *(_norm_parameters("norm", width, model) if model.embedding_norm else ()),
         *(linear_parameters("project", model.hidden, width) if width != model.hidden else ()),
     )
 
@@ -60,7 +56,7 @@ def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
         return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
     if model.disentangled:
         table = Parameter("table", (2 * model.relative_span, model.hidden), "normal")
-        return table, *(_norm("norm", model.hidden, model) if model.relative_norm else ())
+        return table, *(_norm_parameters("norm", model.hidden, model) if model.relative_norm else ())
     return ()
 
 
@@ -68,13 +64,13 @@ def layer_parameters(model: ModelConfig, index: int) -> tuple[Parameter, ...]:
     """The parameters of the `block.Layer` with this index, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
     pre_norm = model.norm_placement == "pre"
-    attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(index) else ()
-    ffn_norm = _norm("ffn_norm", hidden, model)
+    attention_norm = _norm_parameters("attention_norm", hidden, model) if model.has_attention_norm(index) else ()
+    ffn_norm = _norm_parameters("ffn_norm", hidden, model)
     scale = _output_scale(model)
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
         *(attention_norm if pre_norm else ()),
-        *_projections(model),
+        *_qkv_parameters(model),
         *relative_projections(model),
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if pre_norm else attention_norm),
@@ -85,7 +81,7 @@ def layer_parameters(model: ModelConfig, index: int) -> tuple[Parameter, ...]:
 
 
 def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """A layer's projections of distance embeddings to keys (c2p) and queries (p2c), if not shared with tokens."""
+    """A layer's projections of distance embeddings to keys (c2p) and queries (p2c), unless it uses the tokens'."""
     terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
     names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
     hidden, bias = model.hidden, model.attention_bias
@@ -94,7 +90,7 @@ def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     """The parameters of `final_norm.FinalNorm`, after the last layer of a pre-norm model."""
-    return _norm("norm", model.hidden, model) if model.norm_placement == "pre" else ()
+    return _norm_parameters("norm", model.hidden, model) if model.norm_placement == "pre" else ()
 
 
 def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: bool) -> tuple[Parameter, ...]:
@@ -103,7 +99,7 @@ def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: boo
     nsp = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
     transform = (
         *linear_parameters("mlm_transform", width, hidden, bias=model.mlm_transform_bias, scale=scale),
-        *_norm("mlm_norm", width, model),
+        *_norm_parameters("mlm_norm", width, model),
     )
     return (
         *nsp,
@@ -138,7 +134,7 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 def stacked_parts(name: str) -> int:
-    """Return the number of projections stacked in a parameter; 1 for most."""
+    """Return the number of projections stacked in a parameter; 1 for most parameters."""
     return STACKED.get(name.rpartition(".")[2].rpartition("_")[0], 1)
 
 
@@ -160,8 +156,8 @@ def matrix_entries(parameters: Iterable[Parameter]) -> int:
     return sum(parameter.numel for parameter in parameters if len(parameter.shape) == 2)
 
 
-def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Query, key and value: stacked, or the query separate if keys and values have fewer heads."""
+def _qkv_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The projections to query, key and value: stacked, or the query separate if keys and values have fewer heads."""
     hidden, bias = model.hidden, model.attention_bias
     if model.kv_heads in (0, model.heads):
         return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
@@ -174,6 +170,6 @@ def _output_scale(model: ModelConfig) -> float:
     return (2 * model.depth) ** -0.5 if model.family == "modernbert" else 1.0
 
 
-def _norm(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:
+def _norm_parameters(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:
     kinds = get_norm(model.norm).parameters
     return tuple(Parameter(f"{name}_{kind}", (width,), initial) for kind, initial in kinds.items())

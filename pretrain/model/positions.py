@@ -32,7 +32,7 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
-    """Return {rotary base of some layer: its rotation at int64 `positions_T`}; {} without rotary positions."""
+    """Return the rotation at int64 `positions_T` by rotary base, for every base that a layer uses."""
     bases = {model.rotary_base_of(index) for index in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}
@@ -100,11 +100,11 @@ def relative_buckets(distances: Tensor, bucket_count: int, max_distance: int) ->
 
 
 def relative_row_indices(distances: Tensor, model: ModelConfig) -> Tensor:
-    """Return the index of the row for each distance (query position minus key position), int64 of any shape.
+    """Return the row of each distance (query position minus key position) in the table, int64 of any shape.
 
     DeBERTa's table of relative positions has `relative_span` rows for each direction. The half nearest to distance 0
-    have one distance each, the others ranges that grow by a constant factor up to `relative_max_distance` (transformers
-    modeling_deberta_v2.py, make_log_bucket_position).
+    has one distance per row, the other half ranges that grow by a constant factor up to `relative_max_distance`
+    (transformers modeling_deberta_v2.py, make_log_bucket_position).
     """
     span, exact_rows = model.relative_span, model.relative_span // 2
     offsets = distances  # offset of each row from the row of distance 0
@@ -112,6 +112,6 @@ def relative_row_indices(distances: Tensor, model: ModelConfig) -> Tensor:
         # In fp32, in the same order as in transformers: rounding differently at a border would select another row.
         magnitude = distances.abs().clamp_min(exact_rows)
         max_ratio = torch.tensor((model.relative_max_distance - 1) / exact_rows)
-        far = torch.ceil((magnitude / exact_rows).log() / max_ratio.log() * (exact_rows - 1)) + exact_rows
-        offsets = torch.where(magnitude <= exact_rows, distances, (far * distances.sign()).long())
+        far_offset = torch.ceil((magnitude / exact_rows).log() / max_ratio.log() * (exact_rows - 1)) + exact_rows
+        offsets = torch.where(magnitude <= exact_rows, distances, (far_offset * distances.sign()).long())
     return (offsets + span).clamp(0, 2 * span - 1)

@@ -17,11 +17,11 @@ from pretrain.model.positions import Rotation, rotate
 
 
 class RelativeProjection(NamedTuple):
-    """The projections of the distance embeddings: which terms exist, and separate weights if the model has them."""
+    """The projections of the distance embeddings: which terms exist, and weights if they differ from the tokens'."""
 
     terms: str  # as `ModelConfig.relative_terms`
-    key: tuple[Tensor, Tensor | None] | None = None  # separate weight [H, H] and bias for keys, and for queries
-    query: tuple[Tensor, Tensor | None] | None = None
+    key: tuple[Tensor, Tensor | None] | None = None  # separate weight [H, H] and bias for keys
+    query: tuple[Tensor, Tensor | None] | None = None  # the same for queries
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> RelativeProjection:
@@ -52,14 +52,14 @@ def form_qkv(
         rotation: the rotation of queries and keys; None leaves them unrotated.
         heads: N.
     """
-    # Rotation in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
+    # Rotate in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
     sums = [x.float() if bias is None else x.float() + bias.float() for x, bias in zip(products, biases, strict=True)]
     if len(products) == 1:
         # One expression, for the same reason as in `rotate`.
         qkv_TND = sums[0].unflatten(-1, (3 * heads, -1))
         if rotation is not None:
-            rotated = torch.arange(3 * heads, device=qkv_TND.device)[:, None] < 2 * heads
-            qkv_TND = torch.where(rotated, rotate(qkv_TND, rotation), qkv_TND)
+            is_rotated = torch.arange(3 * heads, device=qkv_TND.device)[:, None] < 2 * heads
+            qkv_TND = torch.where(is_rotated, rotate(qkv_TND, rotation), qkv_TND)
         return qkv_TND.to(products[0].dtype).flatten(-2)
     q_TND = sums[0].unflatten(-1, (heads, -1))
     k_TND, v_TND = sums[1].unflatten(-1, (2, -1, q_TND.shape[-1])).unbind(-3)

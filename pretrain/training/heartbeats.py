@@ -1,7 +1,8 @@
 """Heartbeats of the ranks: their exchange through a store, and hang detection.
 
 In each round, every rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant size,
-which the other ranks read, so a round costs O(ranks). `Ranks` and `Follower` evaluate heartbeats; they need no store.
+which the other ranks read, so a round costs O(ranks). `AllRanksCheck` and `Rank0Check` evaluate heartbeats
+without a store.
 """
 
 import itertools
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 
 HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # value of `Heartbeat.awaited` while a rank waits for other ranks
-START_SECONDS = 1800.0  # allowed until a rank's first report, and for the first steps
+START_SECONDS = 1800.0  # time allowed until a rank's first report, and for the first steps
 
-exchange_ids = itertools.count()  # ids of exchanges, which every rank creates in the same order
+exchange_ids = itertools.count()  # ids of `HeartbeatExchange`s, which every rank creates in the same order
 
 
 class Heartbeat(NamedTuple):
@@ -54,11 +55,11 @@ class HeartbeatExchange:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._store: Any = None  # torch's TCPStore
-        self._has_summary = False  # whether the store has one; `get` would wait for a missing key and then raise
+        self._has_summary = False  # whether the store has a summary; `get` would wait for a missing key and then raise
         # Keys must be unique: torchrun's store outlives restarts, and a process may have several runs.
-        start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(exchange_ids)}"
-        self._summary = f"{start}/summary"
-        self._keys = [f"{start}/{rank}" for rank in range(world_size)]
+        prefix = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(exchange_ids)}"
+        self._summary_key = f"{prefix}/summary"
+        self._heartbeat_keys = [f"{prefix}/{rank}" for rank in range(world_size)]
 
     @property
     def attached(self) -> bool:
@@ -67,7 +68,7 @@ class HeartbeatExchange:
     def attach(self, store: Any) -> None:
         """Use this store from now on."""
         if self._rank == 0:  # `multi_get` waits for missing keys
-            for key in self._keys[1:]:
+            for key in self._heartbeat_keys[1:]:
                 store.compare_set(key, "", "null")  # does not overwrite a heartbeat
         self._store = store
 
@@ -76,22 +77,22 @@ class HeartbeatExchange:
 
     def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
         """On rank 0: publish the summary; return each rank's latest heartbeat, None before its first."""
-        self._store.set(self._summary, json.dumps([heartbeat, finding]))
-        others = self._store.multi_get(self._keys[1:])
+        self._store.set(self._summary_key, json.dumps([heartbeat, finding]))
+        others = self._store.multi_get(self._heartbeat_keys[1:])
         return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
     def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
         """On other ranks: publish a heartbeat; return the latest summary, None before the first."""
-        self._store.set(self._keys[self._rank], json.dumps(heartbeat))
-        self._has_summary = self._has_summary or self._store.check([self._summary])
+        self._store.set(self._heartbeat_keys[self._rank], json.dumps(heartbeat))
+        self._has_summary = self._has_summary or self._store.check([self._summary_key])
         if not self._has_summary:
             return None
-        aggregator, finding = json.loads(self._store.get(self._summary))
+        aggregator, finding = json.loads(self._store.get(self._summary_key))
         return HeartbeatSummary(Heartbeat(*aggregator), Hang(*finding) if finding else None)
 
 
-class Ranks:
-    """Rank 0's view of all ranks. Times are in seconds, of any clock that stops while this process is stopped.
+class AllRanksCheck:
+    """Rank 0's check of all ranks. Times are in seconds, of any clock that stops while this process is stopped.
 
     Args:
         world_size: number of ranks.
@@ -100,83 +101,84 @@ class Ranks:
 
     def __init__(self, world_size: int, now: float) -> None:
         self._latest: list[Heartbeat | None] = [None] * world_size
-        self._changed_at = [now] * world_size
-        self._last_seen = self._progress_at = now
+        self._heard_at = [now] * world_size
+        self._last_round_at = self._progress_at = now
 
     def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
         """Record the heartbeats of one round, None for ranks without one."""
         for rank, (new, old) in enumerate(zip(heartbeats, self._latest, strict=True)):
             if new is None or (old is not None and new.count == old.count):
                 continue
-            self._changed_at[rank] = now
+            self._heard_at[rank] = now
             if old is None or new.pulses != old.pulses:
                 self._progress_at = now
             self._latest[rank] = new
-        self._last_seen = now
+        self._last_round_at = now
 
     def silent_seconds(self, now: float, limit: float) -> float:
-        """Return the seconds since the last round if they exceed `limit` (longer during startup), otherwise 0."""
-        started = any(heartbeat is not None for heartbeat in self._latest)
-        seconds = now - self._last_seen
-        return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
+        """Return the seconds since the last round, or 0 unless they exceed `limit` (at startup, a longer limit)."""
+        any_reported = any(heartbeat is not None for heartbeat in self._latest)
+        seconds = now - self._last_round_at
+        return seconds if seconds > (limit if any_reported else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Hang | None:
         """Return the rank that blocks the other ranks, or None."""
-        return self._silent() or self._stuck()
+        return self._find_silent() or self._find_stuck()
 
-    def _silent(self) -> Hang | None:
-        for rank in sorted(range(len(self._latest)), key=self._changed_at.__getitem__):
+    def _find_silent(self) -> Hang | None:
+        """Return the rank that has been silent longest, if that is too long."""
+        for rank in sorted(range(len(self._latest)), key=self._heard_at.__getitem__):
             heartbeat = self._latest[rank]
-            silence = self._last_seen - self._changed_at[rank]
+            silence = self._last_round_at - self._heard_at[rank]
             if heartbeat is None and silence > START_SECONDS:
-                return _unreported(rank, silence)
+                return _unreported_hang(rank, silence)
             if heartbeat is not None and not heartbeat.ended and silence > heartbeat.allowed_silence:
-                return _silent(rank, heartbeat, silence)
+                return _silent_hang(rank, heartbeat, silence)
         return None
 
-    def _stuck(self) -> Hang | None:
+    def _find_stuck(self) -> Hang | None:
         """Return the rank that the other ranks wait for, if no rank makes progress."""
         active = [
             (rank, heartbeat)
             for rank, heartbeat in enumerate(self._latest)
             if heartbeat is not None and not heartbeat.ended
         ]
-        idle = self._last_seen - self._progress_at
+        idle = self._last_round_at - self._progress_at
         if not active or idle <= max(heartbeat.allowed for _, heartbeat in active):
             return None
         active.sort(key=lambda item: item[1].position)  # the rank that is furthest behind comes first
         for rank, heartbeat in active:
             if heartbeat.awaited not in ("", IN_COLLECTIVE):
-                return _hang(rank, heartbeat, f"has waited {idle:.0f} s for {heartbeat.awaited}", DATA_STALL)
-        missing = [rank for rank, heartbeat in enumerate(self._latest) if heartbeat is None]
-        if missing:
-            return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {idle:.0f} s", "", 0)
+                return _make_hang(rank, heartbeat, f"has waited {idle:.0f} s for {heartbeat.awaited}", DATA_STALL)
+        unreported = [rank for rank, heartbeat in enumerate(self._latest) if heartbeat is None]
+        if unreported:
+            return Hang(HANG, unreported[0], f"has not reported, and no rank made progress for {idle:.0f} s", "", 0)
         for rank, heartbeat in active:
             if not heartbeat.awaited:
-                return _hang(rank, heartbeat, f"has made no progress for {idle:.0f} s")
+                return _make_hang(rank, heartbeat, f"has made no progress for {idle:.0f} s")
         for rank, heartbeat in enumerate(self._latest):
             if heartbeat is not None and heartbeat.ended:
                 reason = f"has ended, and the others have waited {idle:.0f} s for it in a collective"
-                return _hang(rank, heartbeat, reason)
-        return _hang(
+                return _make_hang(rank, heartbeat, reason)
+        return _make_hang(
             *active[0],
             f"is the first of the ranks furthest behind, and all ranks have waited {idle:.0f} s in collectives: "
             "the network, or collectives that differ between ranks",
         )
 
 
-class Follower:
-    """The view that any other rank has of rank 0. Times are as in `Ranks`, starting at 0.
+class Rank0Check:
+    """Another rank's check of rank 0. Times are as in `AllRanksCheck`, starting at 0.
 
     Args:
         rank: this rank.
-        patience: additional seconds of silence, so that rank 0 can find the cause first.
+        patience: additional seconds that rank 0 may be silent, so that it can report a finding first.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
         self._rank, self._patience = rank, patience
         self._count = self._pulses = -1
-        self._changed_at = self._progress_at = 0.0
+        self._heard_at = self._progress_at = 0.0
 
     def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Hang | None:
         """Return rank 0's finding, or the finding that rank 0 itself hangs, or None.
@@ -186,28 +188,28 @@ class Follower:
         if pulses != self._pulses:
             self._pulses, self._progress_at = pulses, now
         if summary is None:
-            return _unreported(0, now) if now > START_SECONDS else None
+            return _unreported_hang(0, now) if now > START_SECONDS else None
         rank0 = summary.aggregator
         if rank0.count != self._count:
-            self._count, self._changed_at = rank0.count, now
+            self._count, self._heard_at = rank0.count, now
         if summary.finding is not None:
             return summary.finding
         if rank0.ended:  # rank 0 no longer gathers heartbeats
-            idle = now - max(self._progress_at, self._changed_at)
-            reason = f"has ended, and rank {self._rank} has made no progress since, {idle:.0f} s ago"
-            return _hang(0, rank0, reason) if idle > allowed else None
-        silence = now - self._changed_at
-        return _silent(0, rank0, silence) if silence > rank0.allowed_silence + self._patience else None
+            idle = now - max(self._progress_at, self._heard_at)
+            reason = f"has ended, and rank {self._rank} has made no progress for {idle:.0f} s"
+            return _make_hang(0, rank0, reason) if idle > allowed else None
+        silence = now - self._heard_at
+        return _silent_hang(0, rank0, silence) if silence > rank0.allowed_silence + self._patience else None
 
 
-def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:
-    reason = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
-    return _hang(rank, heartbeat, reason)
+def _silent_hang(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:
+    reason = f"was silent for {seconds:.0f} s: its process is stopped, gets no CPU time, or is disconnected"
+    return _make_hang(rank, heartbeat, reason)
 
 
-def _hang(rank: int, heartbeat: Heartbeat, reason: str, event: str = HANG) -> Hang:
+def _make_hang(rank: int, heartbeat: Heartbeat, reason: str, event: str = HANG) -> Hang:
     return Hang(event, rank, reason, heartbeat.host, heartbeat.pid)
 
 
-def _unreported(rank: int, seconds: float) -> Hang:
-    return Hang(HANG, rank, f"has not reported since the start, {seconds:.0f} s ago", "", 0)
+def _unreported_hang(rank: int, seconds: float) -> Hang:
+    return Hang(HANG, rank, f"has not reported since the start {seconds:.0f} s ago", "", 0)

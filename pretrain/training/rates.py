@@ -24,14 +24,14 @@ def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: i
 
 
 def scaled_groups(
-    named: Iterable[tuple[str, Tensor]], weight_decay: float, scales: Mapping[str, float]
+    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float, scales: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Return `parameter_groups` for each distinct learning-rate factor, stored as `lr_scale` unless all are 1."""
-    named = list(named)
-    if all(scales[name] == 1 for name, _ in named):
-        return parameter_groups(named, weight_decay)
+    named_parameters = list(named_parameters)
+    if all(scales[name] == 1 for name, _ in named_parameters):
+        return parameter_groups(named_parameters, weight_decay)
     groups: list[dict[str, Any]] = []
-    for scale in sorted({scales[name] for name, _ in named}):
-        members = [(name, parameter) for name, parameter in named if scales[name] == scale]
-        groups += [{**group, "lr_scale": scale} for group in parameter_groups(members, weight_decay)]
+    for scale in sorted({scales[name] for name, _ in named_parameters}):
+        scaled = [(name, parameter) for name, parameter in named_parameters if scales[name] == scale]
+        groups += [{**group, "lr_scale": scale} for group in parameter_groups(scaled, weight_decay)]
     return groups

@@ -1,8 +1,8 @@
 """Detects a hang of any rank, writes the stacks of all ranks, reports the rank at fault, and exits this process.
 
-Ranks wait for one another in collectives, so one hanging rank stops all. The libraries' timeouts are long, and
-DeepSpeed's process groups ignore torch's. So a thread of each rank publishes heartbeats
-(`pretrain.training.heartbeats`). The program that started the workers, such as Ray, restarts them when one exits.
+Ranks wait for one another in collectives, so one hanging rank stops all. torch's timeouts are long, and DeepSpeed's
+process groups ignore them. So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). When a
+worker exits, the program that started the workers, such as Ray, restarts them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from pretrain.training.heartbeats import (
     HANG,
     IN_COLLECTIVE,
     START_SECONDS,
-    Follower,
+    AllRanksCheck,
     Hang,
     Heartbeat,
     HeartbeatExchange,
     HeartbeatSummary,
-    Ranks,
+    Rank0Check,
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # bounds of the time between heartbeats, which is a sixteenth of the limit
@@ -48,12 +48,12 @@ _STORE_SECONDS = 30.0  # timeout of a request to the store
 _LAST_HEARTBEAT_SECONDS = 4.0  # time limit for publishing the last heartbeat
 _ANNOUNCE_SECONDS = 1.0  # time limit for publishing an announcement
 _COMPILE_SECONDS = 1800.0  # time limit of one compilation
-_FIRST_BEATS = 20  # number of first beats that may take `START_SECONDS`
-_PATIENCE = 10  # allowed seconds without progress per second of the longest recent beat, not counting outliers
-_OUTLIERS = 2  # number of longest recent beats to ignore: another rank may have stalled
+_FIRST_BEATS = 20  # number of first micro-batches that may take `START_SECONDS`
+_PATIENCE = 10  # allowed time without progress, relative to the longest recent micro-batch except outliers
+_OUTLIERS = 2  # number of longest recent micro-batches to ignore: another rank may have stalled in them
 _DUMP_SECONDS = 4.0  # time limit of py-spy
 _WRITE_SECONDS = 10.0  # time limit for writing stacks and hang.json; the storage itself may hang
-_INNERMOST = 8  # number of innermost frames of a stack to inspect
+_INSPECTED_FRAMES = 8  # number of innermost frames of a stack to inspect
 # Python modules in whose functions a rank waits for other ranks.
 COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
 # On a GPU, these modules and functions, and what `launching` lists, only launch kernels and copies, or read a result.
@@ -75,8 +75,8 @@ class Watchdog:
     Args:
         rank, world_size: this process's rank, and the number of ranks.
         logs: folder for stacks-<rank>.txt and hang.json.
-        limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If beats
-            (micro-batches) are long, the limit grows to ten times the length of recent long ones.
+        limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If micro-batches
+            are long, the limit grows to ten times the length of recent long ones.
         stall_seconds: time limit for waits for data or storage; 0 sets no limit.
         compiles: whether torch.compile is used; each compilation may take half an hour.
         on_gpu: whether the model runs on a GPU, so that the host launches kernels without waiting for them.
@@ -95,33 +95,33 @@ class Watchdog:
         on_gpu: bool = False,
         launching: Sequence[str] = (),
     ) -> None:
-        self._rank, self._world_size, self._logs, self._limit = rank, world_size, logs, limit_seconds
-        self._stall = stall_seconds or math.inf
+        self._rank, self._world_size, self._logs, self._limit_seconds = rank, world_size, logs, limit_seconds
+        self._stall_seconds = stall_seconds or math.inf
         self._compiles, self._launching = compiles, (*LAUNCHING, *launching) if on_gpu else ()
         low, high = _ROUND_SECONDS
-        self._round = min(high, max(low, limit_seconds / 16))
-        self._count = self._pulses = self._position = 0
-        self._last = time.monotonic()
+        self._round_seconds = min(high, max(low, limit_seconds / 16))
+        self._heartbeat_count = self._pulses = self._position = 0
+        self._last_beat_at = time.monotonic()
         self._beat_seconds: deque[float] = deque(maxlen=100)
-        self._allowances: list[float] = []
+        self._allowances: list[float] = []  # seconds for each `allow` block or compilation in progress
         self._awaited = ""
-        self._end = threading.Event()
+        self._stop = threading.Event()
         self._started_at = time.time()
-        self._trainer = threading.get_ident()
+        self._thread_id = threading.get_ident()
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._exchange: ExchangeThread | None = None
-        # The callbacks that torch calls at the start and end of a compilation.
-        self._compilation = (lambda _: self._start_allowance(_COMPILE_SECONDS)), (lambda _: self._end_allowance())
+        # Functions that torch calls at the start and end of a compilation.
+        self._compile_hooks = (lambda _: self._start_allowance(_COMPILE_SECONDS)), (lambda _: self._end_allowance())
 
     def beat(self) -> None:
         """Record that this rank starts another micro-batch."""
         now = time.monotonic()
         if self._pulses:
-            self._beat_seconds.append(now - self._last)
+            self._beat_seconds.append(now - self._last_beat_at)
         if not self._allowances:  # inside `allow`, ranks may have different numbers of micro-batches
             self._position += 1
-        self._pulses, self._last = self._pulses + 1, now
+        self._pulses, self._last_beat_at = self._pulses + 1, now
 
     @contextlib.contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
@@ -145,41 +145,41 @@ class Watchdog:
         finally:
             self._awaited = ""
             self._pulses += 1
-            self._last += time.monotonic() - started  # a beat's length excludes stalls
+            self._last_beat_at += time.monotonic() - started  # the length of a micro-batch excludes stalls
 
     def __enter__(self) -> Watchdog:
-        if not self._limit:
+        if not self._limit_seconds:
             return self
-        self._trainer = threading.get_ident()
-        if self._world_size > 1 and (connect := _connection()):
-            self._exchange = ExchangeThread(self, connect, self._rank, self._world_size, self._round)
+        self._thread_id = threading.get_ident()
+        if self._world_size > 1 and (connect := _store_connector()):
+            self._exchange = ExchangeThread(self, connect, self._rank, self._world_size, self._round_seconds)
         self._watcher.start()
         if self._compiles:
-            _compilations().register_start_callback(self._compilation[0])
-            _compilations().register_end_callback(self._compilation[1])
+            _compile_callbacks().register_start_callback(self._compile_hooks[0])
+            _compile_callbacks().register_end_callback(self._compile_hooks[1])
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._limit:
+        if not self._limit_seconds:
             return
         if self._compiles:
-            _compilations().remove_start_callback(self._compilation[0])
-            _compilations().remove_end_callback(self._compilation[1])
-        self._end.set()
+            _compile_callbacks().remove_start_callback(self._compile_hooks[0])
+            _compile_callbacks().remove_end_callback(self._compile_hooks[1])
+        self._stop.set()
         self._watcher.join()
         if self._exchange is not None:
             self._exchange.end()
 
     def heartbeat(self, *, ended: bool = False) -> Heartbeat:
         """Return this rank's heartbeat, with a higher count at each call."""
-        self._count += 1
+        self._heartbeat_count += 1
         return Heartbeat(
-            count=self._count,
+            count=self._heartbeat_count,
             pulses=self._pulses,
             position=self._position,
             allowed=self._allowed(),
-            allowed_silence=max(self._limit, *self._allowances, 0.0),
-            awaited=self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else ""),
+            allowed_silence=max(self._limit_seconds, *self._allowances, 0.0),
+            awaited=self._awaited or (IN_COLLECTIVE if waits_for_others(self._thread_id, self._launching) else ""),
             ended=ended,
             host=self._host,
             pid=self._pid,
@@ -192,43 +192,44 @@ class Watchdog:
 
     def _end_allowance(self) -> None:
         self._allowances.pop()
-        self._pulses, self._last = self._pulses + 1, time.monotonic()
+        self._pulses, self._last_beat_at = self._pulses + 1, time.monotonic()
 
     def _allowed(self) -> float:
         """Return the seconds without progress that do not count as a hang of this rank at present."""
-        long = sorted(self._beat_seconds)[-_OUTLIERS - 1 : -_OUTLIERS]
-        usual = max(self._limit, *(_PATIENCE * length for length in long), 0.0)
-        first = START_SECONDS if self._position < _FIRST_BEATS else 0.0
-        stall = self._stall if self._awaited else 0.0
+        longest = sorted(self._beat_seconds)[-_OUTLIERS - 1 : -_OUTLIERS]  # empty or one number
+        usual = max(self._limit_seconds, *(_PATIENCE * seconds for seconds in longest), 0.0)
+        startup = START_SECONDS if self._position < _FIRST_BEATS else 0.0
+        stall = self._stall_seconds if self._awaited else 0.0
         if self._allowances:
-            return max(self._limit, stall, *self._allowances)
-        return max(usual, first, stall)
+            return max(self._limit_seconds, stall, *self._allowances)
+        return max(usual, startup, stall)
 
     def _watch(self) -> None:
         """Evaluate heartbeats, outside the exchange's thread, which blocks while the store's server is stopped."""
-        clock, ranks = Clock(2 * self._round), Ranks(self._world_size if self._exchange else 1, 0.0)
-        follower = Follower(self._rank, _LINGER_ROUNDS * self._round)
-        while not self._end.wait(self._round):
-            finding = self._find(ranks, follower, clock.tick())
-            if finding is not None and not self._end.is_set():
+        clock = Clock(2 * self._round_seconds)
+        all_ranks = AllRanksCheck(self._world_size if self._exchange else 1, 0.0)
+        rank0 = Rank0Check(self._rank, _LINGER_ROUNDS * self._round_seconds)
+        while not self._stop.wait(self._round_seconds):
+            finding = self._find(all_ranks, rank0, clock.tick())
+            if finding is not None and not self._stop.is_set():
                 self._give_up(finding)
 
-    def _find(self, ranks: Ranks, follower: Follower, now: float) -> Hang | None:
+    def _find(self, all_ranks: AllRanksCheck, rank0: Rank0Check, now: float) -> Hang | None:
         """Return the rank that hangs at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
-            ranks.record([self.heartbeat()], now)
-            finding = ranks.find()
+            all_ranks.record([self.heartbeat()], now)
+            finding = all_ranks.find()
             return finding and finding._replace(rank=self._rank)
         if self._rank:
-            return follower.find(exchange.summary, self._pulses, self._allowed(), now)
+            return rank0.find(exchange.summary, self._pulses, self._allowed(), now)
         heartbeats, exchange.heartbeats = exchange.heartbeats, None
         if heartbeats is not None:
-            ranks.record(heartbeats, now)
-        if silent_seconds := ranks.silent_seconds(now, self._limit):
+            all_ranks.record(heartbeats, now)
+        if silent_seconds := all_ranks.silent_seconds(now, self._limit_seconds):
             reason = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
             return Hang(HANG, self._rank, reason, self._host, self._pid)
-        return ranks.find()
+        return all_ranks.find()
 
     def _give_up(self, finding: Hang) -> None:
         exchange = self._exchange
@@ -241,7 +242,7 @@ class Watchdog:
         writer.start()
         writer.join(_WRITE_SECONDS)
         if exchange is not None:
-            time.sleep(max(0.0, found_at + _LINGER_ROUNDS * self._round - time.monotonic()))
+            time.sleep(max(0.0, found_at + _LINGER_ROUNDS * self._round_seconds - time.monotonic()))
         os._exit(MachineError.exit_code)
 
     def _write(self, finding: Hang, found_here: bool) -> None:
@@ -257,7 +258,7 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 self.write_finding(finding)
         if rank != self._rank and finding.host == self._host:
-            self._dump_other(finding)
+            self._dump_stacks_of(finding)
 
     def write_finding(self, finding: Hang) -> None:
         """Write hang.json unless another rank has: a disconnected rank would blame the ranks that it cannot reach."""
@@ -274,7 +275,7 @@ class Watchdog:
         }
         write_json(path, content)
 
-    def _dump_other(self, finding: Hang) -> None:
+    def _dump_stacks_of(self, finding: Hang) -> None:
         """Write the stacks of another rank on this machine with py-spy: a stopped process cannot write them itself."""
         with contextlib.suppress(Exception), (self._logs / f"stacks-{finding.rank}.txt").open("a") as file:
             file.write(f"---- {time.strftime('%F %T')}, rank {finding.rank}, seen by rank {self._rank}\n")
@@ -298,27 +299,27 @@ class ExchangeThread:
     """
 
     def __init__(
-        self, watchdog: Watchdog, connect: Callable[[], Any], rank: int, world_size: int, seconds: float
+        self, watchdog: Watchdog, connect: Callable[[], Any], rank: int, world_size: int, round_seconds: float
     ) -> None:
         self.heartbeats: list[Heartbeat | None] | None = None
         self.summary: HeartbeatSummary | None = None
         self.error: Exception | None = None
-        self._watchdog, self._connect, self._rank, self._seconds = watchdog, connect, rank, seconds
+        self._watchdog, self._connect, self._rank, self._round_seconds = watchdog, connect, rank, round_seconds
         self._exchange = HeartbeatExchange(rank, world_size)
         self._finding: Hang | None = None
-        self._end = False
-        self._requested = self._published = 0
-        self._changed = threading.Condition()
+        self._is_ending = False
+        self._requested = self._published = 0  # numbers of requested and published announcements
+        self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="watchdog-exchange", daemon=True)
         self._thread.start()
 
     def announce(self) -> None:
         """Publish a heartbeat now; return when it is published, or when the store does not answer in time."""
-        with self._changed:
+        with self._condition:
             self._requested += 1
             requested = self._requested
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
 
     def publish(self, finding: Hang) -> None:
         """On rank 0: publish a finding."""
@@ -327,22 +328,24 @@ class ExchangeThread:
 
     def end(self) -> None:
         """Publish that this rank has ended, and stop the thread."""
-        with self._changed:
-            self._end = True
-            self._changed.notify_all()
+        with self._condition:
+            self._is_ending = True
+            self._condition.notify_all()
         self._thread.join(_LAST_HEARTBEAT_SECONDS)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                requested, ended = self._requested, self._end
-            self._run_round(self._watchdog.heartbeat(ended=ended))
-            with self._changed:
+            with self._condition:
+                requested, is_ending = self._requested, self._is_ending
+            self._run_round(self._watchdog.heartbeat(ended=is_ending))
+            with self._condition:
                 self._published = requested
-                self._changed.notify_all()
-                if ended:
+                self._condition.notify_all()
+                if is_ending:
                     return
-                self._changed.wait_for(lambda done=requested: self._end or self._requested > done, self._seconds)
+                self._condition.wait_for(
+                    lambda done=requested: self._is_ending or self._requested > done, self._round_seconds
+                )
 
     def _run_round(self, heartbeat: Heartbeat) -> None:
         try:
@@ -368,13 +371,13 @@ class Clock:
     """
 
     def __init__(self, max_tick: float) -> None:
-        self._max_tick, self._now, self._last = max_tick, 0.0, time.monotonic()
+        self._max_tick, self._now, self._last_tick_at = max_tick, 0.0, time.monotonic()
 
     def tick(self) -> float:
         """Return the current time in seconds; the clock starts at 0."""
         now = time.monotonic()
-        self._now += min(now - self._last, self._max_tick)
-        self._last = now
+        self._now += min(now - self._last_tick_at, self._max_tick)
+        self._last_tick_at = now
         return self._now
 
 
@@ -385,12 +388,12 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
         if f"{module}.{name}".startswith(launching):
             return True
-    while frame is not None and len(modules) < _INNERMOST:
+    while frame is not None and len(modules) < _INSPECTED_FRAMES:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
     # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no Python frame.
-    on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
-    return on_handle or any(name.startswith(COLLECTIVES) for name in modules)
+    waits_on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
+    return waits_on_handle or any(name.startswith(COLLECTIVES) for name in modules)
 
 
 def _stacks() -> str:
@@ -401,8 +404,8 @@ def _stacks() -> str:
         return file.read()
 
 
-def _connection() -> Callable[[], Any] | None:
-    """Return a function that opens a separate connection to the ranks' store, since training's blocks while it waits.
+def _store_connector() -> Callable[[], Any] | None:
+    """Return a function that opens another connection to the ranks' store: training's blocks while training waits.
 
     Returns None if the ranks were not initialized through MASTER_ADDR.
     """
@@ -414,7 +417,7 @@ def _connection() -> Callable[[], Any] | None:
     return lambda: tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def _compilations() -> Any:
+def _compile_callbacks() -> Any:
     from torch._dynamo.callback import callback_handler
 
     return callback_handler

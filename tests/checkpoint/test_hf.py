@@ -267,7 +267,7 @@ def refuse_tokenizer(run: Path) -> None:
 def write_checkpoint(run: Path, step: int, loss: float, **more: Any) -> None:
     state = make_model(next_sentence=True).state_dict()
     state["heads.mlm_bias"][0] = step
-    fragments = [Fragment(name, 0, {"weight": tensor.flatten()}, shared=True) for name, tensor in state.items()]
+    fragments = [Fragment(name, 0, {"weight": tensor.flatten()}, replicated=True) for name, tensor in state.items()]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
     told = {"step": step, "shapes": shapes, "validation_loss": loss, "validation_set": "phase 0", **more}
     writing.save(run / "checkpoints", step, fragments, told, Alone())

@@ -26,7 +26,7 @@ STATE = {"step": 1, "shapes": {"a": [4]}}
 
 
 def fragments(values: torch.Tensor) -> list[Fragment]:
-    return [Fragment("a", 0, {"weight": values}, shared=False)]
+    return [Fragment("a", 0, {"weight": values}, replicated=False)]
 
 
 def save_and_wait(saver: Saver, step: int) -> None:
@@ -68,7 +68,7 @@ def train_two(folder: Path, steps: int) -> list[str]:
         saver = Saver(folder, Rank(rank, group), keep_last=3, retry_seconds=0.0)
         try:
             for step in range(1, steps + 1):
-                fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)
+                fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, replicated=False)
                 saver.save(step, [fragment], {**STATE, "step": step})
             saver.wait()
         except MachineError as error:

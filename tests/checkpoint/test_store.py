@@ -41,7 +41,7 @@ class Held:
     name: str
     start: int
     tensors: dict[str, Tensor]
-    shared: bool = False
+    replicated: bool = False
 
 
 @dataclass
@@ -284,13 +284,13 @@ def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypat
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
     fragments = [
-        Held("a", 0, {"weight": torch.arange(20.0)}, shared=True),
+        Held("a", 0, {"weight": torch.arange(20.0)}, replicated=True),
         Held("own", 0, {"weight": torch.arange(3.0)}),
-        *(Held(f"b{number}", 0, {"weight": torch.arange(7.0)}, shared=True) for number in range(9)),
+        *(Held(f"b{number}", 0, {"weight": torch.arange(7.0)}, replicated=True) for number in range(9)),
     ]
     for world_size in (1, 3, 8, 100):
         shards = [writing.take_shard(fragments, Alone(rank, world_size)) for rank in range(world_size)]
-        held = [fragment for fragment in fragments if fragment.shared]
+        held = [fragment for fragment in fragments if fragment.replicated]
         for fragment in held:
             entries = [entry for shard in shards for entry in shard.entries if entry["name"] == fragment.name]
             assert [entry["start"] for entry in entries] == [0, *np.cumsum([e["numel"] for e in entries])[:-1]]

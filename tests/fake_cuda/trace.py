@@ -105,8 +105,8 @@ def launch_what_would_be_recorded(
     """Replace `PassGraphs.run`, since a fake device cannot record graphs."""
     from pretrain.training.engine.pass_graphs import with_common_lengths
 
-    graphs._weights = torch.tensor(weights).pin_memory().to(batch.input_ids.device, non_blocking=True)
-    return graphs._pass(with_common_lengths(batch), compute)[0]
+    graphs._loss_weights = torch.tensor(weights).pin_memory().to(batch.input_ids.device, non_blocking=True)
+    return graphs._run_pass(with_common_lengths(batch), compute)[0]
 
 
 def note_reads_of_evaluation(engine: Any, batch: Any) -> None:

@@ -114,8 +114,8 @@ def test_units_cover_every_query_once_and_every_key_in_reach(window: int) -> Non
     lengths = tuple(range(1, 60))
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
     units, first = cut_into_units(tuple(boundaries), window)
-    assert units.start[1:].tolist() == units.end[:-1].tolist()
-    assert [units.start[n] for n in first[:-1]] == boundaries[:-1]
+    assert units.query_start[1:].tolist() == units.query_end[:-1].tolist()
+    assert [units.query_start[n] for n in first[:-1]] == boundaries[:-1]
     for begin, end, key_begin, key_end in zip(*units, strict=True):
         sequence = next(n for n in range(len(lengths)) if begin < boundaries[n + 1])
         assert key_begin in (boundaries[sequence], begin - window)

@@ -287,7 +287,7 @@ def test_recorded_passes_train_as_launched_ones(name: str) -> None:
             reads = host_reads(lambda train=train: train(24))
             if graphs:
                 assert engine.graphs is not None
-                assert 2 <= len(engine.graphs._recorded) < before < engine.graphs.replayed
+                assert 2 <= len(engine.graphs._recordings) < before < engine.graphs.replayed
                 assert reads == {}
             with engine.whole_parameters() as parameters:
                 weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()

@@ -422,7 +422,7 @@ def save_on_two_ranks() -> list[Saver]:
 
 
 def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:
-    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, shared=False)
+    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, replicated=False)
     saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
     saver.wait()
 
@@ -718,7 +718,7 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
 
 def fail_untrained(folder: Path) -> None:
     """As a new run, which writes a checkpoint before it tries its largest batch."""
-    fragment = Fragment("a", 0, {"weight": torch.zeros(4)}, shared=False)
+    fragment = Fragment("a", 0, {"weight": torch.zeros(4)}, replicated=False)
     writing.save(folder / "checkpoints", 0, [fragment], {"step": 0, "shapes": {"a": [4]}}, Rank(0, Ranks(1)))
     raise MachineError("the largest micro-batch does not fit")
 

@@ -109,7 +109,7 @@ def take_steps(engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan))
 
 def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     """All weights and moments, put together from every rank's fragments; fails on a gap or an overlap."""
-    held = [(f.name, f.start, f.shared, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()]
+    held = [(f.name, f.start, f.replicated, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()]
     ranks = engine.workers.gather_objects(held)
     if held and held[0][2]:
         ranks = ranks[:1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pretrain.training import heartbeats
-from pretrain.training.heartbeats import Follower, Hang, Heartbeat, HeartbeatExchange, HeartbeatSummary, Ranks
+from pretrain.training.heartbeats import AllRanksCheck, Hang, Heartbeat, HeartbeatExchange, HeartbeatSummary, Rank0Check
 
 WAITS = heartbeats.IN_COLLECTIVE
 
@@ -18,7 +18,7 @@ def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
 
 def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
     """The finding this long after the ranks last made progress, while their heartbeats continue with these values."""
-    ranks = Ranks(len(last), 0.0)
+    ranks = AllRanksCheck(len(last), 0.0)
     finding = None
     for now in range(seconds + 1):
         ranks.record([heartbeat(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
 
 
 def test_progress_of_one_rank_is_enough() -> None:
-    ranks = Ranks(3, 0.0)
+    ranks = AllRanksCheck(3, 0.0)
     for now in range(100):
         ranks.record([heartbeat(now), heartbeat(now, pulses=now), heartbeat(now)], float(now))
         assert ranks.find() is None
@@ -68,13 +68,13 @@ def test_data_stalls_apart_from_hangs() -> None:
 
 
 def test_silence_is_measured_in_rounds_that_were_heard() -> None:
-    ranks = Ranks(2, 0.0)
+    ranks = AllRanksCheck(2, 0.0)
     ranks.record([heartbeat(1), heartbeat(1)], 0.0)
     ranks.record([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
     assert ranks.silent_seconds(108.0, limit=8.0) == 0
     assert ranks.silent_seconds(130.0, limit=8.0) == 30
-    assert Ranks(2, 0.0).silent_seconds(130.0, limit=8.0) == 0, "connections take long where there are many"
+    assert AllRanksCheck(2, 0.0).silent_seconds(130.0, limit=8.0) == 0, "connections take long where there are many"
     for now in range(101, 109):
         ranks.record([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
@@ -83,7 +83,7 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
 
 
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
-    ranks = Ranks(3, 0.0)
+    ranks = AllRanksCheck(3, 0.0)
     for now in range(60):
         ranks.record([heartbeat(now, now), heartbeat(1, allowed_silence=60.0), heartbeat(1, ended=True)], float(now))
         assert ranks.find() is None
@@ -92,7 +92,7 @@ def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
 
 
 def test_a_rank_that_never_reports_has_time_to_start() -> None:
-    ranks = Ranks(2, 0.0)
+    ranks = AllRanksCheck(2, 0.0)
     for now in range(0, 1801, 60):
         ranks.record([heartbeat(now, now), None], float(now))
         assert ranks.find() is None
@@ -105,7 +105,7 @@ class TestFollower:
         return HeartbeatSummary(heartbeat(count, **more), finding)  # type: ignore[arg-type]
 
     def test_rank_0_is_named_where_its_summary_gets_old(self) -> None:
-        follower = Follower(5, patience=1.0)
+        follower = Rank0Check(5, patience=1.0)
         for now in range(100):
             assert follower.find(self.summary(now), 0, 8.0, float(now)) is None
         for now in range(100, 108):
@@ -113,17 +113,17 @@ class TestFollower:
         named(follower.find(self.summary(99), 0, 8.0, 108.5), 0)
 
     def test_rank_0_may_be_silent_in_an_announced_block(self) -> None:
-        follower = Follower(5, patience=1.0)
+        follower = Rank0Check(5, patience=1.0)
         assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 0.0) is None
         assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 60.5) is None
         assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 61.5) is not None
 
     def test_what_rank_0_found_is_taken(self) -> None:
         finding = Hang("hang", 3, "sleeps", "b", 9)
-        assert Follower(5, 1.0).find(self.summary(1, finding), 0, 8.0, 0.0) == finding
+        assert Rank0Check(5, 1.0).find(self.summary(1, finding), 0, 8.0, 0.0) == finding
 
     def test_a_rank_that_works_may_outlive_rank_0(self) -> None:
-        follower = Follower(5, patience=1.0)
+        follower = Rank0Check(5, patience=1.0)
         for now in range(100):
             assert follower.find(self.summary(1, ended=True), now, 8.0, float(now)) is None
         finding = follower.find(self.summary(1, ended=True), 99, 8.0, 108.0)
@@ -132,7 +132,7 @@ class TestFollower:
         assert "rank 5 has made no progress" in finding.reason
 
     def test_rank_0_has_time_to_start(self) -> None:
-        follower = Follower(5, patience=1.0)
+        follower = Rank0Check(5, patience=1.0)
         assert follower.find(None, 0, 8.0, 1800.0) is None
         assert follower.find(None, 0, 8.0, 1801.0) is not None
 

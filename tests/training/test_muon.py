@@ -181,10 +181,10 @@ class Gloo:
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_objects(value)
 
-    def all_to_all(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        self.sent += sum(sent)
-        gathered = values.new_empty(sum(received))
-        dist.all_to_all_single(gathered, values, received, sent)
+    def all_to_all(self, values: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        self.sent += sum(sent_sizes)
+        gathered = values.new_empty(sum(received_sizes))
+        dist.all_to_all_single(gathered, values, received_sizes, sent_sizes)
         return gathered
 
 

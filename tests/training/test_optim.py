@@ -302,7 +302,7 @@ def test_it_goes_as_deepspeeds_scaler_does(section: dict[str, Any], monkeypatch:
     from deepspeed.runtime.fp16 import loss_scaler
 
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # rank 0 logs
-    ours = LossScale.of(section)
+    ours = LossScale.from_config(section)
     theirs = loss_scaler.DynamicLossScaler(
         init_scale=2 ** section.get("initial_scale_power", 16),
         scale_window=section.get("loss_scale_window", 1000),
@@ -320,16 +320,16 @@ def test_it_goes_as_deepspeeds_scaler_does(section: dict[str, Any], monkeypatch:
 
 
 def test_a_checkpoint_keeps_it() -> None:
-    scale = LossScale.of({"loss_scale_window": 3})
+    scale = LossScale.from_config({"loss_scale_window": 3})
     for overflow in (True, True, False, False, False, False, False):
         scale.update(overflow=overflow)
-    restored = LossScale.of({"loss_scale_window": 3})
+    restored = LossScale.from_config({"loss_scale_window": 3})
     restored.load(scale.state())
     assert restored == scale
 
 
 def test_a_fixed_scale_stays() -> None:
-    scale = LossScale.of({"loss_scale": 128})
+    scale = LossScale.from_config({"loss_scale": 128})
     for _ in range(5):
         scale.update(overflow=True)
     assert scale.cur_scale == 128

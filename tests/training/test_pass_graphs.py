@@ -32,30 +32,30 @@ LENGTHS = ((20, 20, 23), (18, 22, 23), (7, 12, 40, 41))
 class RepeatedPasses(PassGraphs):
     """Recording changes no tensor, and a replay none of Python's state: as with CUDA graphs."""
 
-    def run(self, batch: Any, weights: Any, compute: Any, variant: Any = None) -> Tensor:
+    def run(self, batch: Any, loss_weights: Any, compute: Any, variant: Any = None) -> Tensor:
         self.lengths = batch.lengths
-        return super().run(batch, weights, compute, variant)
+        return super().run(batch, loss_weights, compute, variant)
 
-    def _pass(self, batch: Any, compute: Any) -> Any:
+    def _run_pass(self, batch: Any, compute: Any) -> Any:
         # Attention on a CPU needs the lengths themselves.
-        return super()._pass(dataclasses.replace(batch, lengths=self.lengths), compute)
+        return super()._run_pass(dataclasses.replace(batch, lengths=self.lengths), compute)
 
     def _record(self, batch: Any, compute: Any) -> Any:
         buckets = self._sums._buckets
         tensors = [bucket._sums.clone() for bucket in buckets if bucket._sums is not None]
         filled = [set(bucket.filled) for bucket in buckets]
-        weights_read = self._weights
-        totals, reached = self._pass(batch, compute)
+        weights_read = self._loss_weights
+        totals, reached = self._run_pass(batch, compute)
         for bucket, before in zip(buckets, tensors, strict=True):
             assert bucket._sums is not None
             bucket._sums.copy_(before)
 
         def replay() -> None:
-            assert self._weights is weights_read
+            assert self._loss_weights is weights_read
             after = [set(bucket.filled) for bucket in buckets]
             for bucket, before in zip(buckets, filled, strict=True):
                 bucket.filled = set(before)
-            totals.copy_(self._pass(batch, compute)[0])
+            totals.copy_(self._run_pass(batch, compute)[0])
             assert [bucket.filled for bucket in buckets] == after
             for bucket, marked in zip(buckets, after, strict=True):
                 bucket.filled = marked

@@ -213,7 +213,7 @@ def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: 
 
     watchdog = Watchdog(0, 2, tmp_path, 8.0)
     connect: Any = Store
-    thread = ExchangeThread(watchdog, connect, 0, 2, seconds=60.0)
+    thread = ExchangeThread(watchdog, connect, 0, 2, round_seconds=60.0)
     watchdog._exchange = thread
     deadline = time.monotonic() + 30
     while thread.error is None and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ class DistanceTables(NamedTuple):
 
     @property
     def term_count(self) -> int:
-        """The number of products in a score besides query times key."""
+        """The number of products in a score in addition to query times key."""
         return (self.keys is not None) + (self.queries is not None)
 
     def zero_gradients(self, like: Tensor) -> DistanceTables:
@@ -37,14 +37,14 @@ class DistanceTables(NamedTuple):
         return DistanceTables(*(like.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Return (keys, queries) of a result of `zero_gradients`, where neither is None."""
+        """Return (keys, queries) of a result of `zero_gradients`, which has no None."""
         assert self.keys is not None
         assert self.queries is not None
         return self.keys, self.queries
 
 
 class DistanceTerms:
-    """The terms of one group, for a slice of its B rows at a time: whole units, or some heads of one unit.
+    """The distance terms of one group, for a slice `b` of its B rows at a time: whole units, or some heads of one unit.
 
     Args:
         group: the group.
@@ -59,11 +59,12 @@ class DistanceTerms:
         if tables.row_by_distance is None:
             return
         key_GL, middle = group.keys.index_GL, len(tables.row_by_distance) // 2
-        far = min(middle, window or middle, key_GL.shape[1] - 1)
+        limit = min(middle, window or middle, key_GL.shape[1] - 1)
         if group.queries is group.keys:  # if all tokens are queries, distances are equal in all units
             token_GQ = key_GL = torch.arange(key_GL.shape[1], device=key_GL.device)[None]
-        distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-far, far)  # masked keys may be farther
-        self._reached = slice(int(tables.row_by_distance[middle - far]), int(tables.row_by_distance[middle + far]) + 1)
+        distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-limit, limit)  # masked keys may be farther
+        first, last = (int(tables.row_by_distance[middle + distance]) for distance in (-limit, limit))
+        self._reached = slice(first, last + 1)  # table rows for the distances in the group
         self._row_GQL = to_device(tables.row_by_distance, key_GL.device)[distance_GQL + middle] - self._reached.start
 
     def unscaled_scores(self, b: slice, q_BQD: Tensor, k_BLD: Tensor) -> Tensor:
@@ -72,15 +73,15 @@ class DistanceTerms:
             return torch.bmm(q_BQD, k_BLD.mT)
         keys_NPD, queries_NPD = self.reached_rows(b, len(q_BQD), self._tables)
         row_GNQL, heads = self._table_rows(b, len(q_BQD)), self._heads_in(len(q_BQD))
-        sums: list[Tensor] = []
+        terms: list[Tensor] = []
         if keys_NPD is not None:
             products_NXP = torch.bmm(_by_head(q_BQD, heads).flatten(1, 2), keys_NPD.mT)
-            sums.append(products_NXP.unflatten(1, (-1, q_BQD.shape[1])).transpose(0, 1).gather(-1, row_GNQL))
+            terms.append(products_NXP.unflatten(1, (-1, q_BQD.shape[1])).transpose(0, 1).gather(-1, row_GNQL))
         if queries_NPD is not None:
             products_NPX = torch.bmm(queries_NPD, _by_head(k_BLD, heads).flatten(1, 2).mT)
             products_GNPL = products_NPX.unflatten(2, (-1, k_BLD.shape[1])).permute(2, 0, 1, 3)
-            sums.append(products_GNPL.gather(-2, row_GNQL))
-        sum_BQL = (sums[0] if len(sums) == 1 else sums[0].add_(sums[1])).flatten(0, 1)
+            terms.append(products_GNPL.gather(-2, row_GNQL))
+        sum_BQL = (terms[0] if len(terms) == 1 else terms[0].add_(terms[1])).flatten(0, 1)
         return sum_BQL.baddbmm_(q_BQD, k_BLD.mT)
 
     def add_gradients(

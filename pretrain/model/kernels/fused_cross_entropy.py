@@ -48,7 +48,7 @@ def vocabulary_losses(
         fused: let torch.compile fuse the operations between the matmuls.
 
     Returns:
-        (sum of cross-entropies in nats, expected number of correct predictions, with ties broken at random), fp32
+        (sum of cross-entropies in nats, expected number of correct predictions if ties are broken at random), fp32
         scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or decoder.requires_grad)
@@ -61,7 +61,7 @@ _AXES = ("K", "", "K", "K", "K")
 
 
 class SoftTargets(NamedTuple):
-    """A teacher's hidden states and decoder, whose product is its logits, and the weights of the losses.
+    """A teacher's hidden states and decoder, whose product is its logits; temperature and weights of the losses.
 
     Attributes:
         hidden, decoder, bias: as for `vocabulary_losses`, of any width; never differentiated.
@@ -110,8 +110,8 @@ class _VocabularyLosses(torch.autograd.Function):
         totals = torch.zeros(2 if soft is None else 4, device=hidden.device)
         grad_hidden, grad_decoder, grad_bias = torch.empty_like(hidden), None, None
         # Chunks of nearly equal length: a last chunk of one row would be compiled separately.
-        chunks = max(1, -(-len(labels) * decoder.shape[0] // LOGITS_PER_CHUNK))
-        rows = max(1, -(-len(labels) // chunks))
+        chunk_count = max(1, -(-len(labels) * decoder.shape[0] // LOGITS_PER_CHUNK))
+        rows = max(1, -(-len(labels) // chunk_count))
         scores = empty_scores(min(rows, len(labels)), decoder)
         teacher_scores = None if soft is None else empty_scores(len(scores), soft.decoder)
         for start in range(0, max(1, len(labels)), rows):
@@ -154,7 +154,7 @@ def _accumulate(total: Tensor | None, chunk: Tensor) -> Tensor:
 
 
 def _column_sums(x_CV: Tensor) -> Tensor:
-    """Return the sums over the chunk, [V], on a GPU in fp32."""
+    """Return the sum of each column, [V]; in fp32 on a GPU."""
     # On CPU, a product with ones is twice as fast.
     return (x_CV.new_ones(1, len(x_CV)) @ x_CV)[0] if x_CV.is_cpu else x_CV.sum(0, dtype=torch.float32)
 
@@ -175,7 +175,7 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_sc
 
 
 def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_score_C: Tensor) -> Tensor:
-    """Return `_losses` and overwrite the logits with the gradient; in-place operations save memory in eager mode."""
+    """Return `_losses`, and overwrite the logits with their gradient; in-place operations save memory in eager mode."""
     scores_CV, max_C, lse_C = _normalize(logits_CV, bias_V)
     totals = _totals(labels_C, label_score_C, scores_CV, max_C, lse_C)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)

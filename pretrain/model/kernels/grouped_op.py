@@ -24,7 +24,7 @@ from pretrain.model.kernels.native import NativeSequences, prefer_native_attenti
 from pretrain.model.kernels.rounding import LENGTH_MULTIPLE, compiles_each_shape
 from pretrain.model.kernels.terms import GroupTerms
 
-# Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache between operations.
+# Maximum scores of one batched matmul: 2^20 bf16 entries are 2 MiB, which stay in cache between operations.
 SCORES_PER_MATMUL = 1 << 20
 # On a GPU, scores only have to fit into memory: 128 MiB of fp32 for each of about five tensors.
 SCORES_PER_MATMUL_ON_GPU = 1 << 25
@@ -62,15 +62,15 @@ class Arguments(NamedTuple):
 
     qkv: Tensor  # qkv and bias: see `grouped_attention`
     bias: Tensor | None
-    rows: Tensor | None  # rows, keys: see `queries` and `seeds` of `layout.TokenLayout`
-    keys: Tensor
+    rows: Tensor | None  # `queries` of `layout.TokenLayout`: the query positions
+    keys: Tensor  # `seeds` of `layout.TokenLayout`: dropout seeds
     distance_bias: Tensor | None  # see `layout.TokenLayout`
     cos: Tensor | None  # cos and sin, [T, K]: see `positions.Rotation`
     sin: Tensor | None
     distance_keys: Tensor | None  # distance_keys, distance_queries, row_by_distance: see `distances.DistanceTables`
     distance_queries: Tensor | None
     row_by_distance: Tensor | None
-    lengths: Sequence[int]  # tokens of each sequence
+    lengths: Sequence[int]  # number of tokens of each sequence
     interleaved: bool  # see `positions.Rotation`
     heads: int  # heads, dropout, fused, window: see `layout.AttentionOptions`
     dropout: float
@@ -137,15 +137,15 @@ def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     context_RH, lse_RN = _empty_outputs(args)
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     for group in sequence_groups(args):
-        q_BQD, k_BLD, v_BLD = _project(ops, args, group)
+        q_BQD, k_BLD, v_BLD = _gather_qkv(ops, args, group)
         token_GQ = _query_tokens(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
-        softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
+        softmax = _SoftmaxArguments.of(args, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in head_slices(q_BQD, k_BLD, heads if tables.term_count else 1):
             scores_BQL = distances.unscaled_scores(b, q_BQD[b], k_BLD[b])
-            weights_BQL, lse_BQ[b] = ops.softmax(scores_BQL, *softmax.arguments(b))
+            weights_BQL, lse_BQ[b] = ops.softmax(scores_BQL, *softmax.for_rows(b))
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
         queries = group.queries
         context_RH[queries.range] = ops.to_tokens(context_BQD, queries.slot_T, None, heads).flatten(1)
@@ -174,21 +174,21 @@ def backward_op(
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     grad_tables = tables.zero_gradients(args.qkv)
     grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
-    grad_table_NM = _empty_table(args).zero_()
+    grad_bias_NM = _empty_bias_gradient(args).zero_()
     for group in sequence_groups(args):
-        q_BQD, k_BLD, v_BLD = _project(ops, args, group)
+        q_BQD, k_BLD, v_BLD = _gather_qkv(ops, args, group)
         queries = group.queries
         grad_context_BQD, delta_BQ = ops.grad_to_heads(grad_context, context, queries.index_GL, queries.valid_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[queries.index_GL], queries.valid_GL, args.rows))
         token_GQ = _query_tokens(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
-        softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
+        softmax = _SoftmaxArguments.of(args, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in head_slices(q_BQD, k_BLD, heads if tables.term_count else 1):
             scores_BQL = distances.unscaled_scores(b, q_BQD[b], k_BLD[b])
             grad_weights_BQL = torch.bmm(grad_context_BQD[b], v_BLD[b].mT)
             weights_BQL, grad_scores_BQL = ops.softmax_backward(
-                scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *softmax.arguments(b)
+                scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *softmax.for_rows(b)
             )
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
@@ -196,9 +196,9 @@ def backward_op(
             operands, grads = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
             distances.add_gradients(b, grad_scores_BQL, operands, grads, grad_tables)
             if args.distance_bias is not None:
-                softmax.terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / softmax.scale)
-        _add_to_tokens(ops, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, args)
-    return grad_qkv, grad_table_NM, *grad_tables.pair()
+                softmax.terms.add_gradient(grad_bias_NM, b, grad_scores_BQL.float() / softmax.scale)
+        _write_gradients(ops, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, args)
+    return grad_qkv, grad_bias_NM, *grad_tables.pair()
 
 
 @forward_op.register_fake
@@ -209,7 +209,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @backward_op.register_fake
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = Arguments(*arguments)
-    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.zero_gradients(args.qkv).pair()
+    return torch.empty_like(args.qkv), _empty_bias_gradient(args), *args.tables.zero_gradients(args.qkv).pair()
 
 
 @functools.lru_cache(maxsize=8)  # used by every layer, forward and backward
@@ -245,8 +245,8 @@ def _empty_outputs(args: Arguments) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, args.heads, dtype=torch.float32)
 
 
-def _empty_table(args: Arguments) -> Tensor:
-    """Allocate fp32 in the shape of `distance_bias`, or [0] without one."""
+def _empty_bias_gradient(args: Arguments) -> Tensor:
+    """Allocate the gradient of `distance_bias`, fp32 in its shape, or [0] without one."""
     shape = (0,) if args.distance_bias is None else args.distance_bias.shape
     return args.qkv.new_empty(shape, dtype=torch.float32)
 
@@ -255,7 +255,7 @@ def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
     """Return the groups of a micro-batch, cached for all layers; `args.rows` must be on the host."""
     boundaries, queries = tuple(itertools.accumulate(args.lengths, initial=0)), None
     if args.rows is not None:
-        unit_starts = cut_into_units(boundaries, args.window)[0].start if args.window else boundaries[:-1]
+        unit_starts = cut_into_units(boundaries, args.window)[0].query_start if args.window else boundaries[:-1]
         starts = torch.tensor([*unit_starts, boundaries[-1]], device=args.rows.device)
         queries = tuple(query_boundaries(args.rows, starts).tolist())
     multiple = LENGTH_MULTIPLE if compiles_each_shape(args.qkv) else 1
@@ -281,7 +281,7 @@ class _Rotary(NamedTuple):
         return self.cos[tokens], self.sin[tokens], self.interleaved
 
 
-class _Softmax(NamedTuple):
+class _SoftmaxArguments(NamedTuple):
     """Arguments of the softmax kernels for a group, in both passes."""
 
     mask_BL: Tensor
@@ -291,21 +291,21 @@ class _Softmax(NamedTuple):
     terms: GroupTerms
 
     @classmethod
-    def of(cls, args: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
+    def of(cls, args: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _SoftmaxArguments:
         """Create the arguments for a group whose queries are the tokens `token_GQ`; `width` is the head width."""
         seeds_BQ = seeds_per_head(args.keys[token_GQ], args.heads) if args.dropout else None
         terms = GroupTerms(group, token_GQ, args.heads, args.window, args.distance_bias)
         scale = 1 / math.sqrt(width * (1 + args.tables.term_count))  # number of products that a score sums
         return cls(group.mask_GL.repeat_interleave(args.heads, 0), scale, seeds_BQ, args.dropout, terms)
 
-    def arguments(self, b: slice) -> tuple[Any, ...]:
+    def for_rows(self, b: slice) -> tuple[Any, ...]:
         """Return the arguments of the softmax kernels for rows `b`, starting with the mask."""
         seeds = None if self.seeds_BQ is None else self.seeds_BQ[b]
         return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.for_rows(b)
 
 
-def _project(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
+def _gather_qkv(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather (queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group, with bias and rotation."""
     split = 3, args.heads, -1
     x_T3ND = args.qkv.unflatten(1, split)
     biases = (None, None, None) if args.bias is None else args.bias.unflatten(0, split).unbind(0)
@@ -316,7 +316,7 @@ def _project(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tenso
     return q_BQD, k_BLD, v_BLD
 
 
-def _add_to_tokens(
+def _write_gradients(
     ops: Kernels,
     grad_qkv: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
@@ -332,13 +332,13 @@ def _add_to_tokens(
         grad_qkv[rows, :hidden] = grad_q_RH
     else:  # a token may be a query twice
         grad_qkv[:, :hidden].index_add_(0, rows, grad_q_RH)
-    tokens, slots = group.keys.range, (group.keys.slot_T, group.keys.shared_slot_T, heads)
+    tokens, slots = group.keys.range, (group.keys.slot_T, group.keys.second_slot_T, heads)
     grad_qkv[tokens, hidden : 2 * hidden] = ops.to_tokens(grad_k_BLD, *slots, *rotary.at(tokens)).flatten(1)
     grad_qkv[tokens, 2 * hidden :] = ops.to_tokens(grad_v_BLD, *slots).flatten(1)
 
 
 def _without_padding(lse_GQN: Tensor, valid_GQ: Tensor, rows: Tensor | None) -> Tensor:
-    """Set padding to infinity: it may repeat a query that attends to other keys, and its weights could overflow."""
+    """Set padding to infinity: it may repeat a query that attends to other keys, so its weights could overflow."""
     return lse_GQN if rows is None else lse_GQN.masked_fill(~valid_GQ[..., None], math.inf)
 
 

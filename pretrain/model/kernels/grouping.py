@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.common.transfers import to_device
 
-# Cost of launching one more group's kernels, as the number of attention scores computed in that time
+# Cost of launching one more group's kernels, as the number of attention scores that could be computed in that time
 # (docs/benchmarks/lab-notes.md).
 SCORES_PER_GROUP = 400_000
 # Estimated, not measured: a millisecond of Python and launches, at 900 GB/s and 64 bytes per score.
@@ -28,27 +28,26 @@ SCORES_PER_GROUP_ON_GPU = 1 << 24
 class SequenceGroup(NamedTuple):
     """Consecutive units, padded to the longest."""
 
-    keys: PaddedRanges  # each unit's indices of tokens
+    keys: PaddedRanges  # each unit's token indices
     queries: PaddedRanges  # each unit's indices into the query positions
     mask_GL: Tensor  # fp32, 0 at keys and -inf at padding: added to the scores
-    chunked: bool  # whether some units are chunks, which share keys with their neighbors
 
 
 class PaddedRanges(NamedTuple):
     """One range of indices per unit, padded to the longest. Ranges overlap only for keys of chunks."""
 
-    range: slice  # from the first index of all units to the last
+    range: slice  # the indices of all units
     index_GL: Tensor  # int64, the index at each position; padding repeats an index of the range
     valid_GL: Tensor  # bool, false at padding
     slot_T: Tensor  # int64, for each index in `range`, its slot g * L + l in its unit
-    shared_slot_T: Tensor | None = None  # its slot in a neighboring chunk, or -1; None without chunks
+    second_slot_T: Tensor | None = None  # likewise, its slot in a neighboring chunk, or -1; None without chunks
 
 
 class AttentionUnits(NamedTuple):
     """Token ranges of each unit, int64 [units]: its queries, and the keys that they attend to."""
 
-    start: np.ndarray
-    end: np.ndarray
+    query_start: np.ndarray
+    query_end: np.ndarray
     key_start: np.ndarray
     key_end: np.ndarray
 
@@ -99,48 +98,48 @@ def group_sequences(
         multiple: L and Q are rounded up to a multiple of this number.
     """
     units, unit_offsets = cut_into_units(boundaries, window)
-    offsets = np.append(units.start, boundaries[-1]) if query_offsets is None else np.asarray(query_offsets)
+    offsets = np.append(units.query_start, boundaries[-1]) if query_offsets is None else np.asarray(query_offsets)
     groups = []
-    per_group = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
-    for start, stop in _cheapest_cuts(units, unit_offsets, heads, per_group):
-        members = slice(int(unit_offsets[start]), int(unit_offsets[stop]))
-        member_offsets = offsets[members.start : members.stop + 1]
-        if member_offsets[0] < member_offsets[-1]:
-            group = AttentionUnits(*(x[members] for x in units))
-            keys = _pad(group.key_start, group.key_end, device, multiple)
-            chunked = len(group.start) > stop - start
-            if chunked:
+    launch_cost = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
+    for start, stop in _best_ranges(units, unit_offsets, heads, launch_cost):
+        in_group = slice(int(unit_offsets[start]), int(unit_offsets[stop]))
+        group_offsets = offsets[in_group.start : in_group.stop + 1]
+        if group_offsets[0] < group_offsets[-1]:  # the group has queries
+            group = AttentionUnits(*(x[in_group] for x in units))
+            keys = _pad_ranges(group.key_start, group.key_end, device, multiple)
+            has_chunks = len(group.query_start) > stop - start
+            if has_chunks:
                 keys = keys._replace(**_slots_of_shared_keys(group, keys.index_GL.shape[1], device))
-            keys_are_queries = query_offsets is None and not chunked
-            queries = keys if keys_are_queries else _pad(member_offsets[:-1], member_offsets[1:], device, multiple)
-            groups.append(SequenceGroup(keys, queries, torch.where(keys.valid_GL, 0.0, -math.inf), chunked))
+            keys_are_queries = query_offsets is None and not has_chunks
+            queries = keys if keys_are_queries else _pad_ranges(group_offsets[:-1], group_offsets[1:], device, multiple)
+            groups.append(SequenceGroup(keys, queries, torch.where(keys.valid_GL, 0.0, -math.inf)))
     return tuple(groups)
 
 
-def _cheapest_cuts(units: AttentionUnits, offsets: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each group's range of sequences, in order. Exact, by dynamic programming.
+def _best_ranges(units: AttentionUnits, offsets: np.ndarray, heads: int, launch_cost: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each group's range of sequences, in order: the cheapest, by dynamic programming.
 
-    A group of G units of Q queries and L keys costs `per_group` + heads * G * Q * (L + 128) scores: L for each of its
-    G * Q queries, and 128 for copying a query in and out, with heads of width 64.
+    A group of G units of Q queries and L keys costs `launch_cost` + heads * G * Q * (L + 128) scores: L for each
+    of its G * Q queries, and 128 for copying a query in and out, with heads of width 64.
     """
     count = len(offsets) - 1
-    widths = units.end - units.start, units.key_end - units.key_start
+    widths = units.query_end - units.query_start, units.key_end - units.key_start
     longest = [np.maximum.reduceat(width, offsets[:-1]).astype(np.float64) for width in widths]
     lowest_cost, best_start = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for stop in range(1, count + 1):
         # Q and L of the candidate groups that end before `stop`, one for each start.
-        q, k = (np.maximum.accumulate(x[stop - 1 :: -1])[::-1] for x in longest)
-        costs = lowest_cost[:stop] + heads * (offsets[stop] - offsets[:stop]) * q * (k + 128)
+        queries, keys = (np.maximum.accumulate(x[stop - 1 :: -1])[::-1] for x in longest)
+        costs = lowest_cost[:stop] + heads * (offsets[stop] - offsets[:stop]) * queries * (keys + 128)
         best_start[stop] = costs.argmin()
-        lowest_cost[stop] = costs[best_start[stop]] + per_group
-    cuts, stop = [], count
+        lowest_cost[stop] = costs[best_start[stop]] + launch_cost
+    ranges, stop = [], count
     while stop:
-        cuts.append((int(best_start[stop]), stop))
+        ranges.append((int(best_start[stop]), stop))
         stop = int(best_start[stop])
-    return cuts[::-1]
+    return ranges[::-1]
 
 
-def _pad(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> PaddedRanges:
+def _pad_ranges(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> PaddedRanges:
     """Pad the ranges from `start` to `end` [G], which are in ascending order, to a multiple of `multiple`."""
     start_G1, end_G1 = torch.from_numpy(start.copy())[:, None], torch.from_numpy(end.copy())[:, None]
     position_L = torch.arange(-(-int((end - start).max()) // multiple) * multiple)
@@ -154,18 +153,18 @@ def _pad(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int
 
 
 def _slots_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
-    """Return `slot_T` and `shared_slot_T` for the tokens of `units`, whose keys are laid out as [G, length]."""
-    token_T = np.arange(units.start[0], units.end[-1])
-    unit_T = np.searchsorted(units.end, token_T, side="right")
+    """Return `slot_T` and `second_slot_T` of the tokens of `units`, whose keys are laid out as [G, length]."""
+    token_T = np.arange(units.query_start[0], units.query_end[-1])
+    unit_T = np.searchsorted(units.query_end, token_T, side="right")
 
     def slot_in(index_T: np.ndarray) -> np.ndarray:
         """Return each token's slot in the unit with this index, or -1 if it is not among the unit's keys."""
-        unit = index_T.clip(0, len(units.start) - 1)
+        unit = index_T.clip(0, len(units.query_start) - 1)
         is_key = (units.key_start[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == index_T)
         return np.where(is_key, unit * length + token_T - units.key_start[unit], -1)
 
-    shared_slot_T = np.maximum(slot_in(unit_T - 1), slot_in(unit_T + 1))
+    second_slot_T = np.maximum(slot_in(unit_T - 1), slot_in(unit_T + 1))
     return {
         name: to_device(torch.from_numpy(slots), device)
-        for name, slots in (("slot_T", slot_in(unit_T)), ("shared_slot_T", shared_slot_T))
+        for name, slots in (("slot_T", slot_in(unit_T)), ("second_slot_T", second_slot_T))
     }

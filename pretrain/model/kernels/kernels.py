@@ -1,7 +1,7 @@
 """The operations between the matmuls of grouped attention: plain functions, each fused by torch.compile.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D, K = D / 2; inside a group
-of G units (sequences, or chunks of them) L tokens and Q queries each, B = G * N, P slots for tokens.
+of G units (sequences, or chunks of them) L tokens and Q queries each, B = G * N, P = G * L slots for tokens.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _join_rounded(pairs: tuple[Tensor, Tensor], dtype: torch.dtype, interleaved: bool) -> Tensor:
-    # Rounded before the join, because compiled code writes the join's inputs to memory.
+    # Round before the join, because compiled code writes the join's inputs to memory.
     first, second = pairs
     return join_pairs(first.to(dtype), second.to(dtype), interleaved=interleaved)
 
@@ -90,7 +90,7 @@ def _grad_to_heads(
 ) -> tuple[Tensor, Tensor]:
     """Return the context's gradient [B, Q, D] and its product with the context, fp32 [B, Q]; both zero at padding.
 
-    Padding contains a copy of another query: unless its product is 0, it changes the keys' gradient.
+    Padding repeats another query, so its product must be 0, or it would change the keys' gradient.
     """
     grad_GQH = torch.where(valid_GQ[..., None], grad_RH[queries_GQ], 0.0)
     split = (heads, grad_RH.shape[1] // heads)
@@ -102,7 +102,7 @@ def _grad_to_heads(
 def _to_tokens(
     x_BLD: Tensor,
     slot_T: Tensor,
-    shared_slot_T: Tensor | None,
+    second_slot_T: Tensor | None,
     heads: int,
     cos_TK: Tensor | None = None,
     sin_TK: Tensor | None = None,
@@ -110,24 +110,24 @@ def _to_tokens(
 ) -> Tensor:
     """[B, L, D] -> [tokens of the group, N, D]; inverts the rotation if there is one.
 
-    `shared_slot_T` is each token's second slot, whose row is added, or -1; None if no token has one.
+    The row in a token's second slot is added; `second_slot_T` is -1 for tokens without one, None if no token has one.
     """
     x_PND = x_BLD.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
     if cos_TK is None or sin_TK is None:
-        return _gather_slots(x_PND, slot_T, shared_slot_T).to(x_BLD.dtype)
+        return _gather_slots(x_PND, slot_T, second_slot_T).to(x_BLD.dtype)
     first_TNK, second_TNK = (
-        _gather_slots(x_PNK, slot_T, shared_slot_T).float() for x_PNK in split_pairs(x_PND, interleaved=interleaved)
+        _gather_slots(x_PNK, slot_T, second_slot_T).float() for x_PNK in split_pairs(x_PND, interleaved=interleaved)
     )
     rotated = rotate_pairs(first_TNK, second_TNK, cos_TK[:, None], -sin_TK[:, None])
     return _join_rounded(rotated, x_BLD.dtype, interleaved)
 
 
-def _gather_slots(x_P: Tensor, slot_T: Tensor, shared_slot_T: Tensor | None) -> Tensor:
+def _gather_slots(x_P: Tensor, slot_T: Tensor, second_slot_T: Tensor | None) -> Tensor:
     """Return each token's row of `x_P` [P, ...], or the sum of its two rows in fp32."""
-    if shared_slot_T is None:
+    if second_slot_T is None:
         return x_P[slot_T]
-    shared_slot_T11 = shared_slot_T[:, None, None]
-    return x_P[slot_T].float() + torch.where(shared_slot_T11 >= 0, x_P[shared_slot_T.clamp_min(0)].float(), 0.0)
+    second_slot_T11 = second_slot_T[:, None, None]
+    return x_P[slot_T].float() + torch.where(second_slot_T11 >= 0, x_P[second_slot_T.clamp_min(0)].float(), 0.0)
 
 
 def _dropout_factor(seeds_BQ: Tensor, length: int, dropout: float) -> Tensor:
@@ -189,7 +189,7 @@ def softmax_backward_kernel(
     last_key_BQ: Tensor | None = None,
     bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights after dropout, gradient of the products), each [B, Q, L]; `grad_BQL` is the weights' gradient."""
+    """Return (weights after dropout, gradient of the products), each [B, Q, L]; `grad_BQL`: the weights' gradient."""
     x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_key_BQ, last_key_BQ, bias_BQL)
     weights_BQL = (x_BQL - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()

@@ -24,7 +24,7 @@ class UnpaddedBatch(Protocol):
     @property
     def token_keys(self) -> Tensor: ...  # int32 [T], dropout seeds
     @property
-    def lengths(self) -> tuple[int, ...]: ...  # tokens of each sequence
+    def lengths(self) -> tuple[int, ...]: ...  # number of tokens of each sequence
 
 
 class Tokens(NamedTuple):
@@ -47,19 +47,19 @@ class RelativeRows(NamedTuple):
     """The distance embeddings that a micro-batch uses, for disentangled positions."""
 
     embeddings: Tensor  # [P, H], normalized if the model has `relative_norm`
-    row_by_distance: Tensor  # int64 [2M - 1], on the host: rows of the distances 1 - M to M - 1, query - key
+    row_by_distance: Tensor  # int64 [2M - 1], on the host: row of each distance from 1 - M to M - 1 (query - key)
 
 
 class TokenLayout(NamedTuple):
     """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
 
     cu_seqlens: Tensor  # int32 [S + 1], offsets of the sequences on the token axis; the first is 0, the last T
-    lengths: tuple[int, ...]  # tokens of each sequence, on the host: reading `cu_seqlens` would wait for a GPU
+    lengths: tuple[int, ...]  # length of each sequence, on the host: reading `cu_seqlens` would wait for a GPU
     queries: Tensor | None  # int64 [R], ascending: the query positions; None if every token is a query
     seeds: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # rotary angles of each token, [T, K]
-    distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: biases of the distances 1 - M to M - 1
-    relative: RelativeRows | None = None  # for disentangled positions
+    distance_bias: Tensor | None = None  # [N, 2M - 1], bias of the scores at each distance from 1 - M to M - 1
+    relative: RelativeRows | None = None  # distance embeddings, for disentangled positions
 
     @property
     def max_seqlen(self) -> int:
@@ -73,7 +73,7 @@ class AttentionOptions(NamedTuple):
     heads: int
     dropout: float = 0.0  # probability of dropping an attention weight
     fused: bool = False  # let torch.compile fuse the operations between the matmuls
-    window: int = 0  # tokens that a query attends to on each side; 0 means all
+    window: int = 0  # number of tokens that a query attends to on each side; 0 means all
 
 
 def query_boundaries(queries_R: Tensor, cu_seqlens: Tensor) -> Tensor:

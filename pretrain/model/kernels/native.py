@@ -136,9 +136,9 @@ def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *te
     """Update an embedding table as torch's fused AdamW does; a row that never had a gradient only decays.
 
     Args:
-        group: the optimizer's parameter group: learning rate, betas, epsilon and weight decay.
+        group: the optimizer's param group: learning rate, betas, epsilon and weight decay.
         state: the table's optimizer state: fp32 moments [V * H] and number of steps.
-        divisor: the gradient is divided by it, for clipping.
+        divisor: number by which the gradient is divided, for clipping.
         tensors: (seen, gradient, master, weights). `seen`, uint8 [V], is 1 if a row ever had a gradient, 2 if unknown.
             The gradient [V, H] and the master weights [V * H] are fp32; the model's weights are set to the master's.
     """
@@ -190,7 +190,7 @@ class _AfterAttention(torch.autograd.Function):
         dropout: float,
         *weights: Tensor,  # the tensors of `block.LayerWeights`
     ) -> Tensor:
-        out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]
+        out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]  # attention_out, ffn_in, ffn_out
         vectors = [weights[n].float() for n in (1, 2, 3, 5, 7, 8, 9)]
         out_bias, gain, shift, in_bias, last_bias, last_gain, last_shift = vectors
         ctx.dropout = dropout

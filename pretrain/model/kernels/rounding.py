@@ -14,7 +14,7 @@ from torch import Tensor
 from pretrain.model.kernels.layout import Tokens, UnpaddedBatch
 
 _MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # smallest multiple to which rows are rounded; maximum share of padding rows
-LENGTH_MULTIPLE = 8  # to which groups' padded lengths are rounded: 31 distinct shapes instead of 221 in 20 steps
+LENGTH_MULTIPLE = 8  # divides the padded lengths of groups: 31 distinct shapes instead of 221 in 20 steps
 
 
 def rows_to_pad(rows: int, like: Tensor) -> int:
@@ -35,7 +35,7 @@ def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 def pad_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
-    """Append padding sequences, not longer than the longest, if products in the dtype of `like` need them."""
+    """Append padding sequences, none longer than the longest sequence, if products in the dtype of `like` need them."""
     tokens = len(batch.input_ids)
     padding = rows_to_pad(tokens, like)
     if not padding:

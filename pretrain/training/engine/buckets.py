@@ -1,8 +1,8 @@
 """Buckets: optimizer groups so small that their communication overlaps with the forward and backward pass.
 
-ZeRO gives each rank one range of every group's flat weights. With a single group of all matrices, no rank's range is
-sure to be complete before the last gradient. With one group per bucket, each rank has a range of every bucket. So a
-bucket is sent once the backward pass has filled it, and its weights are gathered just before they are used.
+ZeRO gives each rank one range of every group's flat weights. With a single group of all matrices, a rank's range may be
+incomplete until the last gradient. With one group per bucket, each rank has a range of every bucket. So a bucket is
+sent once the backward pass has filled it, and its weights are gathered just before they are used.
 """
 
 import time
@@ -18,7 +18,7 @@ BUCKET_ENTRIES = 10_000_000  # maximum entries of a bucket, 20 MB in half precis
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str], entries: int) -> None:
+def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str], max_entries: int) -> None:
     """Replace the groups of `optimizer` by buckets, in the order in which the backward pass completes them.
 
     A parameter is never divided; one that is larger than a bucket gets a separate bucket.
@@ -26,25 +26,25 @@ def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str]
     Args:
         optimizer: an optimizer whose param groups have an entry `names`, one name per parameter.
         forward_order: the names of all parameters, in the order in which the forward pass uses them.
-        entries: maximum number of entries of a bucket.
+        max_entries: maximum number of entries of a bucket.
     """
-    order = {name: index for index, name in enumerate(forward_order)}
-    buckets = [bucket for group in optimizer.param_groups for bucket in _buckets(group, order, entries)]
-    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(order[name] for name in bucket["names"]))
+    depth = {name: index for index, name in enumerate(forward_order)}
+    buckets = [bucket for group in optimizer.param_groups for bucket in _split_group(group, depth, max_entries)]
+    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(depth[name] for name in bucket["names"]))
 
 
-def _buckets(group: Mapping[str, Any], order: Mapping[str, int], entries: int) -> Iterator[dict[str, Any]]:
+def _split_group(group: Mapping[str, Any], depth: Mapping[str, int], max_entries: int) -> Iterator[dict[str, Any]]:
     names: list[str] = []
     parameters: list[Tensor] = []
-    size = 0
-    members = zip(group["names"], group["params"], strict=True)
-    for name, parameter in sorted(members, key=lambda member: -order[member[0]]):
-        if parameters and size + parameter.numel() > entries:
+    entries = 0
+    pairs = zip(group["names"], group["params"], strict=True)
+    for name, parameter in sorted(pairs, key=lambda pair: -depth[pair[0]]):
+        if parameters and entries + parameter.numel() > max_entries:
             yield {**group, "names": names, "params": parameters}
-            names, parameters, size = [], [], 0
+            names, parameters, entries = [], [], 0
         names.append(name)
         parameters.append(parameter)
-        size += parameter.numel()
+        entries += parameter.numel()
     yield {**group, "names": names, "params": parameters}
 
 
@@ -61,19 +61,19 @@ class WeightGather:
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Parameter], Tensor]]) -> None:
         """`buckets` are (parameters, their flat weights); flat weights consist of equal parts, one per rank."""
         self._flats = [flat for _, flat in buckets]
-        self._pending: dict[int, Any] = {}  # handles of collectives, by index of the bucket
+        self._pending: dict[int, Any] = {}  # handles of running collectives, by index of the bucket
         self.waited_seconds = 0.0
         if dist.get_world_size() == 1:
             self._order: list[int] = []
             return
         bucket_of = {id(p): index for index, (parameters, _) in enumerate(buckets) for p in parameters}
-        blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        outside = {bucket_of[id(p)] for p in model.parameters() if id(p) not in inside}
-        needs = [(model, outside)]
-        needs += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
-        self._order = list(dict.fromkeys(index for _, indices in needs for index in sorted(indices)))
-        for module, indices in needs:
+        blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+        in_blocks = {id(p) for block in blocks for p in block.parameters()}
+        outside = {bucket_of[id(p)] for p in model.parameters() if id(p) not in in_blocks}
+        needed_buckets = [(model, outside)]
+        needed_buckets += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
+        self._order = list(dict.fromkeys(index for _, indices in needed_buckets for index in sorted(indices)))
+        for module, indices in needed_buckets:
             module.register_forward_pre_hook(lambda *_, indices=frozenset(indices): self._wait(indices))
 
     def start(self) -> None:

@@ -12,19 +12,19 @@ from pretrain.training.engine.buckets import BUCKET_ENTRIES
 
 logger = logging.getLogger(__name__)
 
-_NEVER_STEPS = 1 << 60
+_NEVER = 1 << 60  # a number of steps that no run reaches
 
 
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     """Return DeepSpeed's config for `settings`; the user's `engine.deepspeed` section overrides it, key by key."""
-    half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
+    uses_half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
     uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
     config: dict[str, Any] = {
         # The loader decides the number and sizes of micro-batches, so these three values only have to be consistent.
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "steps_per_print": _NEVER_STEPS,
+        "steps_per_print": _NEVER,
         # This timer would synchronize with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
         # If the state layout clips gradients, clipping again would cost another collective.
@@ -44,11 +44,11 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": BUCKET_ENTRIES,
         },
-        settings.precision if half else "fp16": {"enabled": half},
+        settings.precision if uses_half else "fp16": {"enabled": uses_half},
     }
     if settings.precision == "bf16":
         config["bf16"]["check_grad_overflow"] = True
-    if half and layout.has_sum_buffer:
+    if uses_half and layout.has_sum_buffer:
         # A sum over many micro-batches in bf16, with 8 bits of precision, would lose the later gradients.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = _merge(config, settings.deepspeed)
@@ -59,8 +59,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     ):
         # `GradientSums` are fp32 regardless of this setting. With fp32 here and bf16 in stage 1, DeepSpeed would use
         # its BF16_Optimizer, which sends all gradients to every worker and stores them twice.
-        types = merged.pop("data_types", {})
-        if not uses_gradient_sums and types.get("grad_accum_dtype") == "fp32":
+        data_types = merged.pop("data_types", {})
+        if not uses_gradient_sums and data_types.get("grad_accum_dtype") == "fp32":
             logger.warning(
                 "engine.deepspeed: with these settings, DeepSpeed sums gradients in bf16; zero_stage 2 sums in fp32."
             )

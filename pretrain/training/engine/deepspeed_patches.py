@@ -25,9 +25,6 @@ GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 _PART_MULTIPLE = 8  # the number of entries in a rank's part of the weights is a multiple of this
 
 
-# ---- the library
-
-
 def import_deepspeed() -> Any:
     """Import DeepSpeed, configured not to use C++ and CUDA ops that it would have to compile first."""
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires the variable even for one process
@@ -80,15 +77,12 @@ def use_world_group() -> None:
     deepspeed.utils.groups._WORLD_GROUP = dist.group.WORLD
 
 
-# ---- ZeRO
-
-
-def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
+def replace_gradient_sums(optimizer: Any, add: Callable[[nn.Parameter, int], None]) -> None:
     """Make stage 1 or 2 call only `add` for each gradient, with its parameter and the index of its group."""
     for name, replacement in (("process_gradients", add), ("independent_gradient_partition_epilogue", lambda: None)):
-        if not hasattr(wrapper, name):  # setting it would have no effect
-            raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED_VERSION} has")
-        setattr(wrapper, name, replacement)
+        if not hasattr(optimizer, name):  # setting it would have no effect
+            raise RuntimeError(f"{type(optimizer).__name__} of DeepSpeed has no {name}, which {CHECKED_VERSION} has")
+        setattr(optimizer, name, replacement)
 
 
 def stage3_weights(parameter: Any) -> Tensor:

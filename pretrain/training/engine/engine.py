@@ -1,4 +1,4 @@
-"""A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
+"""A model trained with DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
 Each loss is already divided by its number of labels over all ranks and micro-batches, so gradients are only summed: in
 ZeRO 1 and 2 by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers, and
@@ -41,18 +41,14 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-MIN_SPLIT_ENTRIES = 1 << 14  # size from which a tensor that every rank holds is read in parts, one per rank
+MIN_SPLIT_ENTRIES = 1 << 14  # minimum size of a replicated fragment to be read in parts, one per rank
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device.
+    """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device."""
 
-    Attributes:
-        norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was skipped.
-    """
-
-    norm: Tensor
+    norm: Tensor  # fp64 scalar, the gradients' global norm before clipping; not finite if the step was skipped
 
     @property
     def applied(self) -> bool:
@@ -61,15 +57,10 @@ class StepResult:
 
 
 class Usage(NamedTuple):
-    """Resources that a process has used.
+    """Resources that a process has used."""
 
-    Attributes:
-        memory_bytes: peak device memory on CUDA, peak resident set elsewhere.
-        waited_seconds: time that forward passes waited for weights of other ranks (CPU, ZeRO 1 and 2).
-    """
-
-    memory_bytes: int
-    waited_seconds: float
+    memory_bytes: int  # peak device memory on CUDA, peak resident set elsewhere
+    waited_seconds: float  # time that forward passes waited for other ranks' weights, on CPUs with ZeRO 1 and 2
 
 
 class ProgressWatch(Protocol):
@@ -88,12 +79,12 @@ class ProgressWatch(Protocol):
 
 
 class Engine:
-    """A model under DeepSpeed ZeRO.
+    """A model trained with DeepSpeed ZeRO.
 
     Args:
         model: the model, with fp32 parameters on any device; DeepSpeed casts and moves them.
         make_optimizer: function that maps (name, parameter) pairs to an optimizer. Each param group has an entry
-            `names`, one per parameter, and may have `lr_scale`, a factor for the run's learning rate.
+            `names`, one name per parameter, and may have `lr_scale`, a factor for the run's learning rate.
         settings: the config's `engine` section: ZeRO stage, precision, clipping and options for DeepSpeed.
         watch: observer of progress and waits.
 
@@ -103,7 +94,7 @@ class Engine:
         averaged_steps: number of steps whose weights are in the running mean; 0 if there is none.
         variant: settings that passes depend on, such as rotary bases; a CUDA graph is recorded for each value.
         workers: the group of all ranks.
-        watch: the argument `watch`.
+        watch: observer of progress and waits.
         loss_scale: the loss scale of fp16; None in other precisions.
         uses_cuda_graphs: whether passes run as CUDA graphs: `graphed_pass` then replaces `forward` and `backward`.
 
@@ -128,9 +119,9 @@ class Engine:
         use_world_group()
         self.settings = settings
         self.watch = watch
-        named = list(model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in named}
-        self._optimizer = make_optimizer(named)
+        named_parameters = list(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in named_parameters}
+        self._optimizer = make_optimizer(named_parameters)
         uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
         if uses_gradient_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.BUCKET_ENTRIES)
@@ -142,7 +133,8 @@ class Engine:
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self.workers = RankGroup(self.rank, self.world_size, self.device)
-        self.loss_scale = LossScale.of(settings.deepspeed.get("fp16") or {}) if settings.precision == "fp16" else None
+        is_fp16 = settings.precision == "fp16"
+        self.loss_scale = LossScale.from_config(settings.deepspeed.get("fp16") or {}) if is_fp16 else None
         inputs = LayoutInputs(
             deepspeed=self._deepspeed,
             optimizer=self._optimizer,
@@ -152,7 +144,7 @@ class Engine:
             rank=self.rank,
             world_size=self.world_size,
             clip_norm=settings.gradient_clip_norm,
-            scales_loss=settings.precision == "fp16",
+            scales_loss=is_fp16,
             uses_gradient_sums=uses_gradient_sums,
             sum_over_workers=self.workers.sum_over_workers,
         )
@@ -195,7 +187,7 @@ class Engine:
     def graphed_pass(
         self,
         batch: Any,
-        weights: Sequence[float],
+        loss_weights: Sequence[float],
         compute: LossAndTotals,
         *,
         last: bool,
@@ -205,7 +197,7 @@ class Engine:
 
         Args:
             batch: the micro-batch, on the device; batches should have few different shapes.
-            weights: weights of the losses.
+            loss_weights: weights of the losses.
             compute: function that maps (the module's output, the weights as a tensor) to (this rank's share of the
                 global loss, sums for metrics); must be the same function in each call.
             last: whether this is the last micro-batch of the step.
@@ -218,7 +210,7 @@ class Engine:
         self.watch.beat()
         self.layout.wait_for_weights()
         with timer():
-            totals = self.graphs.run(batch, weights, compute, self.variant)
+            totals = self.graphs.run(batch, loss_weights, compute, self.variant)
         if last:
             assert self.sums is not None
             self._deepspeed.set_gradient_accumulation_boundary(True)
@@ -274,7 +266,7 @@ class Engine:
         """Add the current weights to their running fp32 mean, which is "average" in `fragments`.
 
         Args:
-            steps: number of steps averaged so far, including this one. 1 starts a new mean, 0 removes it.
+            steps: number of steps averaged so far, including this one. 1 starts a new mean; 0 removes the mean.
         """
         if not steps and not self.averaged_steps:
             return
@@ -292,7 +284,7 @@ class Engine:
     def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
         """Yield the unsharded parameters by name, in the model's dtype. Read-only; all ranks must enter together."""
         parameters = dict(self.module.named_parameters())
-        with self.layout.whole(list(parameters.values())):
+        with self.layout.gathered(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
 
     def load(self, reader: FragmentReader, state: Mapping[str, Any] | None = None) -> None:
@@ -349,7 +341,7 @@ class Engine:
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
         """Read a fragment, fp32 [numel]. If every rank holds it, each reads a part, and an all-gather joins them."""
         start, numel = fragment.start, fragment.numel
-        if not fragment.shared or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
+        if not fragment.replicated or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
             return reader.read(kind, fragment.name, start, numel)
         part_numel = -(-numel // self.world_size)
         offset = min(self.rank * part_numel, numel)
@@ -361,10 +353,10 @@ class Engine:
         return whole[:numel]
 
     def _describe_shards(self) -> None:
-        """Tell optimizers that need whole parameters where each of them is in ZeRO's flat tensors."""
+        """Tell optimizers that need whole tensors where each tensor is in ZeRO's flat tensors."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
-            reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
+            reduce = (lambda norms: None) if self.layout.replicated else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
             uses_bf16 = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
@@ -372,7 +364,7 @@ class Engine:
                 segments,
                 matrix_shapes(self.shapes),
                 self.workers,
-                shared=self.layout.shared,
+                replicated=self.layout.replicated,
                 dtype=torch.bfloat16 if uses_bf16 else torch.float32,
             )
 

@@ -16,23 +16,23 @@ from pretrain.training.engine.buckets import BUCKET_ENTRIES
 from pretrain.training.optim import sums_of_squares
 
 PIECE_ENTRIES = BUCKET_ENTRIES  # entries per collective; larger pieces save no time, and each is copied three times
-_SUM_ENTRIES = 1 << 20  # entries that one addition on a CPU takes
+_ADDITION_ENTRIES = 1 << 20  # maximum entries per addition on a CPU
 MAX_IN_FLIGHT = 8  # maximum pieces sent simultaneously, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduces_in_transit() -> bool:
-    """Return whether the backend should sum the workers' parts. It is false for gloo, which would round more often."""
+    """Return whether the backend should sum the workers' parts: not gloo, which would round more often."""
     return dist.get_backend() != "gloo"
 
 
 class GradientSums:
     """The fp32 gradient sums of ZeRO 1 and 2.
 
-    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A bucket is sent to
-    the owners once complete, in the backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which
-    does not keep whole sums). All ranks send the same buckets in the same order, whatever the order of gradients.
+    Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A complete bucket is
+    sent to its owners: in stage 1 during a step's last backward pass; in stage 2, which does not keep all sums,
+    during each. All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
@@ -50,18 +50,18 @@ class GradientSums:
         deepspeed: Any,
         buckets: Iterable[tuple[Sequence[nn.Parameter], Tensor]],
         *,
-        whole: bool,
+        keeps_all: bool,
     ) -> None:
         """Replace ZeRO's gradient sums.
 
         Args:
             deepspeed: DeepSpeed's engine, in stage 1 or 2.
             buckets: (parameters, their flat weights) of each optimizer group.
-            whole: whether each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
+            keeps_all: whether each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
         """
         self._sent_dtype = deepspeed.communication_data_type  # by default the dtype of the weights
-        self._whole = whole or dist.get_world_size() == 1
-        self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
+        self._keeps_all = keeps_all or dist.get_world_size() == 1
+        self._buckets = [_Bucket(parameters, weights, self._keeps_all) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
         self.local_parts = [bucket.part for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # buckets to send in this backward pass, in order
@@ -71,10 +71,10 @@ class GradientSums:
     @property
     def accepts_sparse(self) -> bool:
         """Return whether gradients of embeddings may be sparse tensors; their rows are summed in fp32."""
-        return self._whole
+        return self._keeps_all
 
-    def nonzero(self) -> list[Tensor]:
-        """Return `local_parts`, but only the rows with gradients of a table that has sparse gradients."""
+    def nonzero_parts(self) -> list[Tensor]:
+        """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
         tables = map(self.table, range(len(self.local_parts)))
         return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.local_parts, tables, strict=True)]
 
@@ -103,7 +103,7 @@ class GradientSums:
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch; `last`: whether it is the last one of the step."""
-        if dist.get_world_size() > 1 and (last or not self._whole):
+        if dist.get_world_size() > 1 and (last or not self._keeps_all):
             self._to_send = deque(self._buckets)
             for bucket in self._buckets:
                 bucket.missing, bucket.is_sent = set(bucket.slices), False
@@ -142,7 +142,7 @@ class GradientSums:
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_InFlight(local, received, work, replaces=self._whole and reduces_in_transit()))
+            self._pending.append(_InFlight(local, received, work, replaces=self._keeps_all and reduces_in_transit()))
 
     def _receive(self) -> None:
         """Add the other ranks' parts of the oldest piece to this rank's part."""
@@ -154,7 +154,7 @@ class GradientSums:
             _add_entries(local, received)
         else:
             for other, row in enumerate(received):
-                if not self._whole or other != dist.get_rank():
+                if not self._keeps_all or other != dist.get_rank():
                     _add_entries(local, row)
 
 
@@ -164,7 +164,7 @@ class _InFlight(NamedTuple):
     local: Tensor  # fp32 [entries], this rank's part of the sums
     received: Tensor  # [entries], the sum over ranks, or [workers, entries], each rank's summand
     work: Any  # handle of the collective
-    replaces: bool  # `received` replaces `local` instead of being added to it
+    replaces: bool  # whether `received` replaces `local` instead of being added to it
 
 
 class _Bucket:
@@ -173,70 +173,70 @@ class _Bucket:
     Attributes:
         part: fp32 [entries of the part], this rank's part of the sums over workers.
         filled: ids of the parameters whose slice contains a gradient.
-        missing: ids of the parameters that still lack a gradient in this micro-batch, if the bucket is sent in it.
+        missing: if the bucket is sent in this micro-batch, ids of the parameters that still lack a gradient in it.
         is_sent: whether the bucket has been sent in this micro-batch.
-        shape: shape of the parameter, if the bucket has only one and there is one worker.
-        rows: int64, indices of this parameter's rows whose sums may be nonzero; None if unknown.
+        shape: shape of the bucket's parameter, if it has only one and there is only one worker; otherwise None.
+        rows: int64, indices of that parameter's rows whose sums may be nonzero; None if unknown.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
-        """If `whole`, keep the sums of a step in fp32 for all workers; `part` is then a view of them."""
+    def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, keeps_all: bool) -> None:
+        """If `keeps_all`, keep the fp32 sums of all ranks' parts during a step; `part` is then a view of them."""
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
         self.slices = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
         self.is_sent = False
         self.filled: set[int] = set()
-        self._weights, self._workers, self._whole = weights.detach(), dist.get_world_size(), whole
+        self._weights, self._workers, self._keeps_all = weights.detach(), dist.get_world_size(), keeps_all
         self._sums: Tensor | None = None  # [entries]: a step's sums in fp32, or a micro-batch's in the weights' dtype
-        is_single = whole and len(parameters) == 1 and self._workers == 1
+        is_single = keeps_all and len(parameters) == 1 and self._workers == 1
         self.shape = parameters[0].shape if is_single else None
         self.rows: Tensor | None = None
         self._is_stale = False  # whether `part` contains the sums of an earlier step
-        if whole:
+        if keeps_all:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
             self.part = self._sums.view(self._workers, -1)[dist.get_rank()]
         else:
             self.part = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a dense or sparse gradient to the whole sums."""
+        """Add a dense or sparse gradient to the sums of all parts."""
         if self.is_sent:
             raise RuntimeError(f"a gradient of shape {tuple(parameter.shape)} came after its bucket was sent")
         if self._sums is None:
             self._sums = torch.zeros_like(self._weights)
         key = id(parameter)
-        view, first = self._sums[self.slices[key]], key not in self.filled
+        view, is_first = self._sums[self.slices[key]], key not in self.filled
         self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
-            previous = self.rows if self.shape is not None else None
-            add_rows(view.view(parameter.shape), gradient, first, previous)
+            old_rows = self.rows if self.shape is not None else None
+            add_rows(view.view(parameter.shape), gradient, is_first, old_rows)
             rows = gradient._indices()[0]
-            self.rows = rows if first else None if previous is None else torch.cat([previous, rows])
+            self.rows = rows if is_first else None if old_rows is None else torch.cat([old_rows, rows])
             return
         self.rows = None
-        if first:
+        if is_first:
             view.copy_(gradient.reshape(-1))
         else:
             _add_entries(view, gradient.reshape(-1))
 
     def pop_sums(self) -> Tensor:
-        """Return the whole sums [workers, entries of a part] for sending; drop them unless `whole`."""
+        """Return the sums of all parts, [workers, entries of a part], for sending; drop them unless `keeps_all`."""
         self.is_sent = True
-        if self._whole:
+        if self._keeps_all:
             self._zero_unfilled()
         elif self._is_stale:
             self.part.zero_()
             self._is_stale = False
         sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
-        if not self._whole:
+        if not self._keeps_all:
             self._sums = None
             self.filled.clear()
         return sums.view(self._workers, -1)
 
     def end_step(self) -> None:
         """Complete the sums of a step; the next gradient starts new sums."""
-        if self._whole:
+        if self._keeps_all:
             self._zero_unfilled()
         self.filled.clear()
         self._is_stale, self.is_sent = True, False
@@ -255,15 +255,15 @@ def _add_entries(sums: Tensor, addend: Tensor) -> None:
         sums.add_(addend)
         return
     # On CPUs, adding mixed dtypes is not vectorized (seven times slower), and a whole fp32 copy does not fit the cache.
-    for piece, new in zip(sums.split(_SUM_ENTRIES), addend.split(_SUM_ENTRIES), strict=True):
+    for piece, new in zip(sums.split(_ADDITION_ENTRIES), addend.split(_ADDITION_ENTRIES), strict=True):
         piece.add_(new.float())
 
 
-def add_rows(sums: Tensor, gradient: Tensor, first: bool, old_rows: Tensor | None = None) -> None:
-    """Add a sparse gradient to fp32 `sums` [V, H]; if `first`, clear them before: all, or only `old_rows` if given."""
-    if first and old_rows is not None:
+def add_rows(sums: Tensor, gradient: Tensor, is_first: bool, old_rows: Tensor | None = None) -> None:
+    """Add a sparse gradient to fp32 `sums` [V, H]; if `is_first`, first clear `old_rows` (by default all rows)."""
+    if is_first and old_rows is not None:
         sums.index_fill_(0, old_rows, 0)
-    elif first:
+    elif is_first:
         sums.zero_()
     sums.index_add_(0, gradient._indices()[0], gradient._values().float())
 
@@ -273,9 +273,9 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
 
     With dense gradients, a fine-tuning step of 400 tokens would clear, copy and add 23 MB.
     """
-    for part in model.modules():
-        if isinstance(part, Embeddings):
-            part.sparse_gradients = True
+    for module in model.modules():
+        if isinstance(module, Embeddings):
+            module.sparse_gradients = True
 
 
 def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:

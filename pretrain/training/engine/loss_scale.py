@@ -11,38 +11,32 @@ _STATE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass
 class LossScale:
-    """The loss scale by DeepSpeed's rule: halved on overflow, doubled after `window` steps without overflow.
+    """The loss scale, updated by DeepSpeed's rule: halved on overflow, doubled after `window` steps without overflow.
 
     DeepSpeed's scaler exits the process at the minimum scale. Here, the training loop stops the run, and its message
     names the last checkpoint.
-
-    Attributes:
-        cur_scale: the scale of the next step.
-        cur_iter: number of steps so far.
-        last_overflow_iter: index of the last step that overflowed; -1 if none did.
-        cur_hysteresis: number of overflows until the scale is lowered.
     """
 
-    cur_scale: float
-    fixed: bool
+    cur_scale: float  # the scale of the next step
+    is_fixed: bool  # whether the scale never changes
     window: int
-    minimum: float
-    hysteresis: int
-    resets_hysteresis: bool  # whether each step without overflow restores the full hysteresis
-    cur_iter: int = 0
-    last_overflow_iter: int = -1
-    cur_hysteresis: int = field(init=False)
+    minimum: float  # the lowest scale
+    hysteresis: int  # number of overflows that lower the scale once
+    resets_hysteresis: bool  # whether each step without overflow restores the full `cur_hysteresis`
+    cur_iter: int = 0  # number of steps so far
+    last_overflow_iter: int = -1  # index of the last step that overflowed; -1 if none did
+    cur_hysteresis: int = field(init=False)  # number of overflows until the scale is lowered next
 
     def __post_init__(self) -> None:
         self.cur_hysteresis = self.hysteresis
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> LossScale:
+    def from_config(cls, section: Mapping[str, Any]) -> LossScale:
         """Create the loss scale from the `fp16` section of DeepSpeed's config, with DeepSpeed's defaults."""
         fixed = float(section.get("loss_scale", 0))
         return cls(
             fixed or 2.0 ** section.get("initial_scale_power", 16),
-            fixed=bool(fixed),
+            is_fixed=bool(fixed),
             window=section.get("loss_scale_window", 1000),
             minimum=section.get("min_loss_scale", 1),
             hysteresis=section.get("hysteresis", 2),
@@ -51,10 +45,10 @@ class LossScale:
 
     def update(self, *, overflow: bool) -> None:
         """Update the scale after one step."""
-        if not self.fixed and overflow:
+        if not self.is_fixed and overflow:
             self._lower()
-        elif not self.fixed:
-            steps = self.cur_iter - self.last_overflow_iter - 1  # steps without overflow before this one
+        elif not self.is_fixed:
+            steps = self.cur_iter - self.last_overflow_iter - 1  # number of steps without overflow before this one
             doubles = steps > 0 and steps % self.window == 0
             if self.resets_hysteresis or doubles:
                 self.cur_hysteresis = self.hysteresis
@@ -73,7 +67,7 @@ class LossScale:
         return {key: getattr(self, key) for key in _STATE_KEYS}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state`."""
         for key in _STATE_KEYS:
             if key in state:
                 setattr(self, key, state[key])

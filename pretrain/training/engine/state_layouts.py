@@ -30,14 +30,14 @@ AVERAGE = "average"  # key of the running mean of the weights
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, stored on this rank.
 
-    `tensors` are 1-D fp32 views into the optimizer's state: "weight", and `MOMENTS` and `AVERAGE` if they exist.
-    `shared` is true if every rank stores the same entries.
+    `tensors` are 1-D fp32 views, by kind: "weight" and, if they exist, `MOMENTS` and `AVERAGE`.
+    `replicated` is true if every rank stores the same entries.
     """
 
     name: str
     start: int
     tensors: dict[str, Tensor]
-    shared: bool
+    replicated: bool
 
     @property
     def numel(self) -> int:
@@ -82,7 +82,7 @@ class LayoutInputs:
 
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # our optimizer, which DeepSpeed's wrapper steps
-    names: Sequence[Sequence[str]]  # names of the parameters of each optimizer group
+    names: Sequence[Sequence[str]]  # names of each optimizer group's parameters
     parameters: Mapping[str, nn.Parameter]
     shapes: Mapping[str, torch.Size]  # shapes of the unsharded parameters
     rank: int
@@ -102,17 +102,17 @@ class StateLayout(ABC):
     """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
-        deepspeed_clips: whether DeepSpeed clips gradients, if it also sums them (`sums` is None); else `step` clips.
-        deepspeed_scales: whether DeepSpeed scales the loss in fp16, as for its ZeRO optimizers (scale_if_loss).
+        deepspeed_clips: whether DeepSpeed clips the gradients that it sums (`sums` is None); otherwise `step` clips.
+        deepspeed_scales: whether DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
         has_sum_buffer: whether DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
-        shared: whether every rank stores the whole state.
+        replicated: whether every rank stores the whole state.
         sums: the gradient sums that replace DeepSpeed's; None if DeepSpeed's are used.
     """
 
     deepspeed_clips = True
     deepspeed_scales = True
     has_sum_buffer = True
-    shared = False
+    replicated = False
     sums: GradientSums | None = None
     _loss_scale = 1.0  # scale of the gradients in this step
     _gather: WeightGather | None = None  # set if each rank updates only a part of the weights
@@ -133,7 +133,7 @@ class StateLayout(ABC):
         for name, start, flat, span in self.pieces():
             state = self._inputs.optimizer.state[flat]
             whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
-            yield Fragment(name, start, {kind: x.view(-1)[span] for kind, x in whole.items()}, self.shared)
+            yield Fragment(name, start, {kind: x.view(-1)[span] for kind, x in whole.items()}, self.replicated)
 
     @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
@@ -148,7 +148,7 @@ class StateLayout(ABC):
         """Return the seconds that this process has waited for other ranks' weights in forward passes."""
         return self._gather.waited_seconds if self._gather is not None else 0.0
 
-    def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """Gather `parameters` on every rank inside the context, which all ranks must enter."""
         self.wait_for_weights()
         return contextlib.nullcontext()
@@ -168,7 +168,7 @@ class StateLayout(ABC):
         norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
         return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
 
-    def _update(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
+    def _step_optimizer(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
         """Step the optimizer with clipped gradients; return false if the host knows that the step is skipped.
 
         Args:
@@ -178,7 +178,7 @@ class StateLayout(ABC):
         """
         if self._checks_on_host() and not norm.isfinite():
             return False
-        self._scale(gradients, norm)
+        self._clip_and_unscale(gradients, norm)
         stepped = self._step_tables(norm)
         for index, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
             master.grad = None if index in stepped else gradient.view_as(master)
@@ -188,7 +188,7 @@ class StateLayout(ABC):
         return True
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables without the optimizer, unless a gradient is not finite; return their indices in `flats()`."""
+        """Update some embedding tables without the optimizer; return their indices in `flats()`."""
         return set()
 
     def _checks_on_host(self) -> bool:
@@ -198,10 +198,10 @@ class StateLayout(ABC):
         there is nothing to wait for, the host checks for them. The loss scale of fp16 is updated on the host.
         """
         optimizer, on_cpu = self._inputs.optimizer, self.flats()[0].is_cpu
-        fused = isinstance(optimizer, torch.optim.AdamW)
-        return self._inputs.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
+        is_fused = isinstance(optimizer, torch.optim.AdamW)
+        return self._inputs.scales_loss or not (is_fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
-    def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _clip_and_unscale(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip gradients and remove their loss scale; the fused AdamW does both when it reads a gradient."""
         scale, clip, optimizer = self._loss_scale, self._inputs.clip_norm, self._inputs.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
@@ -219,13 +219,13 @@ class StateLayout(ABC):
 def uses_gradient_sums(settings: EngineConfig) -> bool:
     """Return whether `GradientSums` sums and sends the gradients, instead of DeepSpeed."""
     section = settings.deepspeed
-    zero, sums, autocast = (section.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
+    zero, dtypes, autocast = (section.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
     return (
         settings.zero_stage in (1, 2)
         and not zero.get("offload_optimizer")
         and not zero.get("zenflow")
         and zero.get("contiguous_gradients", True)  # otherwise DeepSpeed does not call `process_gradients`
-        and sums.get("grad_accum_dtype") in (None, "fp32")
+        and dtypes.get("grad_accum_dtype") in (None, "fp32")
         and not autocast.get("enabled")
     )
 
@@ -264,7 +264,7 @@ class Stage0Fp32Layout(StateLayout):
     deepspeed_clips = False
     deepspeed_scales = False
     has_sum_buffer = False
-    shared = True
+    replicated = True
 
     def pieces(self) -> Iterator[ParameterPiece]:
         names = (name for group in self._inputs.names for name in group)
@@ -281,7 +281,7 @@ class Stage0Fp32Layout(StateLayout):
         if self._checks_on_host() and not norm.isfinite():
             self._inputs.deepspeed.zero_grad()
         else:
-            self._scale(gradients, norm)
+            self._clip_and_unscale(gradients, norm)
             self._inputs.deepspeed.step()
         return norm
 
@@ -310,7 +310,7 @@ class Stage0HalfLayout(CustomStepLayout, Stage0Fp32Layout):
             for master, weight in zip(masters, self._weights, strict=True)
         ]
         self._norm = global_norm([gradient.reshape(-1) for gradient in gradients])
-        if self._update(masters, gradients, self._norm):
+        if self._step_optimizer(masters, gradients, self._norm):
             foreach._foreach_copy_([weight.data for weight in self._weights], masters)
 
 
@@ -320,13 +320,13 @@ class Stage1Layout(CustomStepLayout):
     DeepSpeed concatenates the weights of a group in one tensor, and each rank owns an equal part of it.
     """
 
-    keeps_whole_sums = True  # whether each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
+    keeps_all_sums = True  # whether each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
 
     def __init__(self, inputs: LayoutInputs) -> None:
         super().__init__(inputs)
         self._group_of = {name: index for index, names in enumerate(inputs.names) for name in names}
-        self._seen: dict[int, Tensor] = {}  # by index of a table: which rows ever had a gradient (see `step_table`)
-        self._cast: set[int] = set()  # indices of the weights that `step_table` has already cast in this step
+        self._seen: dict[int, Tensor] = {}  # which rows ever had a gradient (see `step_table`), by index of the table
+        self._already_cast: set[int] = set()  # indices of the weights that `step_table` has cast in this step
         buckets = []
         for names, master in zip(inputs.names, self.flats(), strict=True):
             parameters = [inputs.parameters[name] for name in names]
@@ -334,7 +334,7 @@ class Stage1Layout(CustomStepLayout):
         self._weights = [flat for _, flat in buckets]  # in the model's dtype
         self._gather = WeightGather(inputs.deepspeed.module, buckets)
         if inputs.uses_gradient_sums:
-            self.sums = GradientSums(inputs.deepspeed, buckets, whole=self.keeps_whole_sums)
+            self.sums = GradientSums(inputs.deepspeed, buckets, keeps_all=self.keeps_all_sums)
             self._replace_step()
 
     def pieces(self) -> Iterator[ParameterPiece]:
@@ -342,10 +342,10 @@ class Stage1Layout(CustomStepLayout):
         for name, parameter in self._inputs.parameters.items():
             flat = flats[self._group_of[name]]
             # Offsets of the parameter and of this rank's part in the weights of the group.
-            first, part = int(parameter.data.storage_offset()), self._inputs.rank * flat.numel()
-            start, stop = max(first, part), min(first + parameter.numel(), part + flat.numel())
+            offset, part_offset = int(parameter.data.storage_offset()), self._inputs.rank * flat.numel()
+            start, stop = max(offset, part_offset), min(offset + parameter.numel(), part_offset + flat.numel())
             if start < stop:
-                yield ParameterPiece(name, start - first, flat, slice(start - part, stop - part))
+                yield ParameterPiece(name, start - offset, flat, slice(start - part_offset, stop - part_offset))
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that own them, so that each rank reads only its part."""
@@ -361,12 +361,12 @@ class Stage1Layout(CustomStepLayout):
 
     def _take_step(self) -> None:
         assert self.sums is not None
-        self._norm = global_norm(self.sums.nonzero(), self._inputs.sum_over_workers)
-        if self._update(self.flats(), self.sums.local_parts, self._norm):
+        self._norm = global_norm(self.sums.nonzero_parts(), self._inputs.sum_over_workers)
+        if self._step_optimizer(self.flats(), self.sums.local_parts, self._norm):
             self._distribute_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables with sparse gradients: AdamW only decays rows that never had a gradient, which are most."""
+        """Update tables with sparse gradients, faster: AdamW only decays the many rows that never had a gradient."""
         optimizer, stepped = self._inputs.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
             return stepped
@@ -382,7 +382,7 @@ class Stage1Layout(CustomStepLayout):
                 divisor = float(optimizer.grad_scale)  # pyright: ignore[reportAttributeAccessIssue]
                 group, state = optimizer.param_groups[index], optimizer.state[master]
                 step_table(group, state, divisor, seen, gradient, master, weights)
-        self._cast = stepped
+        self._already_cast = stepped
         return stepped
 
     @torch.no_grad()
@@ -390,18 +390,18 @@ class Stage1Layout(CustomStepLayout):
         """Cast this rank's master weights to the model's weights, and start gathering the weights of all ranks."""
         self.wait_for_weights()
         for index, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            if index in self._cast:
+            if index in self._already_cast:
                 continue
             flat.view(self._inputs.world_size, -1)[self._inputs.rank].copy_(master)
         assert self._gather is not None
         self._gather.start()
-        self._cast = set()
+        self._already_cast = set()
 
 
 class Stage2Layout(Stage1Layout):
     """Each rank also stores only a part of the gradient sums."""
 
-    keeps_whole_sums = False
+    keeps_all_sums = False
 
 
 class Stage3Layout(StateLayout):
@@ -419,23 +419,23 @@ class Stage3Layout(StateLayout):
 
     def pieces(self) -> Iterator[ParameterPiece]:
         for name in self._inputs.parameters:
-            master, (start, numel) = self._masters[name], self._part(name)
+            master, (start, numel) = self._masters[name], self._part_range(name)
             if numel:
                 offset = master.storage_offset() - master._base.storage_offset()
                 yield ParameterPiece(name, start, master._base, slice(offset, offset + numel))
 
-    def _part(self, name: str) -> tuple[int, int]:
+    def _part_range(self, name: str) -> tuple[int, int]:
         """Return (start, entries) of this rank's part of a flattened parameter, without padding."""
         part = self._masters[name].numel()
         start = self._inputs.rank * part
         return start, max(0, min(part, self._inputs.shapes[name].numel() - start))
 
-    def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def gathered(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
 
     def refresh(self, reader: FragmentReader) -> None:
         for name, parameter in self._inputs.parameters.items():
-            start, numel = self._part(name)
+            start, numel = self._part_range(name)
             if numel:
                 part = deepspeed_patches.stage3_weights(parameter)
                 part[:numel].copy_(reader.read("weight", name, start, numel))
@@ -444,12 +444,12 @@ class Stage3Layout(StateLayout):
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
-def whole_storage(part: Tensor, numel: int) -> Tensor:
-    """Return the storage of the view `part` as a 1-D tensor; raise `RuntimeError` unless it has `numel` entries."""
-    storage = part.data.untyped_storage()
-    if storage.nbytes() != numel * part.element_size():
+def whole_storage(view: Tensor, numel: int) -> Tensor:
+    """Return the whole storage of a view as a 1-D tensor; raise `RuntimeError` unless it has `numel` entries."""
+    storage = view.data.untyped_storage()
+    if storage.nbytes() != numel * view.element_size():
         raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
-    return part.data.as_strided((numel,), (1,), 0)
+    return view.data.as_strided((numel,), (1,), 0)
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:

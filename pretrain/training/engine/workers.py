@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks in one process group, by default the training's group.
+    """All ranks of the run, and the process group for their collectives (by default torch's default group).
 
     Attributes:
         rank: this rank.
@@ -37,28 +37,28 @@ class RankGroup:
     def sum_over_workers(self, values: Tensor) -> Tensor:
         """Sum `values`, on any device, over all ranks in place, and return them."""
         if self.world_size > 1:
-            moved = values.to(self.device)  # NCCL supports only GPUs
-            dist.all_reduce(moved, group=self._group)
-            if moved is not values:
-                values.copy_(moved)
+            on_device = values.to(self.device)  # NCCL supports only GPUs
+            dist.all_reduce(on_device, group=self._group)
+            if on_device is not values:
+                values.copy_(on_device)
         return values
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """Return the sums of `sums` over all ranks, and the maximum of `largest`, on every rank."""
+        """Return each of `sums` summed over all ranks, and the maximum of `largest`, on every rank."""
         if self.world_size == 1:
             return sums, largest
         maximum = torch.tensor([largest], device=self.device)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group)
         return self.sum_over_workers(torch.tensor(sums)).tolist(), int(maximum)
 
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
-        moved = values.to(self.device)
+    def all_to_all(self, values: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        """Send each rank r the next `sent_sizes[r]` entries of 1-D `values`; return `received_sizes[r]` from each."""
+        on_device = values.to(self.device)
         if self.world_size == 1:
-            return moved
-        gathered = moved.new_empty(sum(received))
-        dist.all_to_all_single(gathered, moved, received, sent, group=self._group)
-        return gathered
+            return on_device
+        received = on_device.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, on_device, received_sizes, sent_sizes, group=self._group)
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -26,7 +26,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 
     Returns:
         Groups with `params`, their `names`, `weight_decay`, `decays` (whether the group has weight decay) and
-        `layer_adaptation` (whether LAMB's trust ratio applies). Parameters without decay have no trust ratio, either,
+        `layer_adaptation` (whether LAMB's trust ratio applies). Parameters without decay also have no trust ratio,
         as in NVIDIA's FusedLAMB with its default `use_nvlamb=False` (apex csrc/multi_tensor_lamb.cu) and in Google's
         LAMBOptimizer, whose `exclude_from_layer_adaptation` defaults to `exclude_from_weight_decay`
         (google-research/albert lamb_optimizer.py). A group without parameters is omitted.
@@ -45,8 +45,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the configured optimizer over `parameter_groups`.
 
-    Its learning rate starts at 0, so that a step before training sets the rate changes no weight (DeepSpeed's
-    FP16_UnfusedOptimizer takes one to allocate the moments).
+    Its learning rate is 0 until training sets it: DeepSpeed's FP16_UnfusedOptimizer takes a step before training to
+    allocate the moments, and this step must not change any weight.
     """
     betas = (settings.beta1, settings.beta2)
     if settings.name == "lamb":
@@ -54,24 +54,24 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
     if settings.name == "stable_adamw":
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "muon":
-        groups = _with_separate_matrices(groups, settings.muon_lr_scale)
+        groups = _split_off_matrices(groups, settings.muon_lr_scale)
         return Muon(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 
 
-def _with_separate_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
-    """Split each group: matrices that Muon orthogonalizes, at `lr_scale` times its learning rate, and the rest."""
-    divided = []
+def _split_off_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
+    """Split each group: matrices that Muon orthogonalizes, with `lr_scale` times the learning rate, and the rest."""
+    split_groups = []
     for group in groups:
         for orthogonal in (True, False):
-            members = [
+            selected = [
                 (name, parameter)
                 for name, parameter in zip(group["names"], group["params"], strict=True)
                 if is_hidden_matrix(name) == orthogonal
             ]
-            if members:
-                names, parameters = map(list, zip(*members, strict=True))
+            if selected:
+                names, parameters = map(list, zip(*selected, strict=True))
                 scale = group.get("lr_scale", 1.0) * (lr_scale if orthogonal else 1.0)
                 changes = {"names": names, "params": parameters, "orthogonal": orthogonal, "lr_scale": scale}
-                divided.append({**group, **changes})
-    return divided
+                split_groups.append({**group, **changes})
+    return split_groups

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-foreach: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
+foreach: Any = torch  # torch without types: its type stubs lack `_foreach_*`
 
 BATCH_ENTRIES = 1 << 25  # maximum entries per operation on a GPU: each temporary takes up to 128 MB
 
@@ -22,7 +22,7 @@ def uses_foreach(tensor: Tensor) -> bool:
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Yield slices of `tensors`, one per operation, which bound the size of its temporaries."""
+    """Yield slices of `tensors`, one per operation: one tensor, or on a GPU up to `BATCH_ENTRIES` entries."""
     start, entries = 0, 0
     for index, tensor in enumerate(tensors):
         if index > start and (not uses_foreach(tensor) or entries + tensor.numel() > BATCH_ENTRIES):

@@ -27,24 +27,24 @@ class Workers(Protocol):
     def world_size(self) -> int: ...
 
     def gather_objects(self, value: Any) -> list[Any]: ...  # the values of all ranks, on every rank
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
+    def all_to_all(self, values: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
+        """Send each rank r the next `sent_sizes[r]` entries of 1-D `values`; return `received_sizes[r]` from each."""
         ...
 
 
 class MatrixPiece(NamedTuple):
-    """Entries of a matrix that a worker stores; sorted pieces are in the order of the matrix."""
+    """Consecutive entries of a matrix that a worker stores. Sorted pieces of a matrix are in its order."""
 
     tensor_id: int
     matrix_start: int  # index of the first entry in the flattened matrix
     numel: int
-    flat: int  # index of the flat tensor that stores the entries
-    start: int  # index of the first entry in the flat tensor
+    flat_index: int  # index of the flat tensor that stores the entries
+    flat_start: int  # index of the first entry in the flat tensor
 
 
 @dataclass(frozen=True)
 class Round:
-    """The work of one worker in a round. Each list has one entry per worker: the pieces exchanged with that worker.
+    """The work of one worker in a round. Each list of lists has the pieces that are exchanged with each worker.
 
     Attributes:
         owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
@@ -62,7 +62,7 @@ class Round:
 
 
 def plan_rounds(
-    stored: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool
+    stored: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, replicated: bool
 ) -> list[Round]:
     """Plan the rounds of `rank`.
 
@@ -70,7 +70,7 @@ def plan_rounds(
         stored: the pieces that each worker stores.
         shapes: the shapes of all matrices, by tensor id.
         rank: the worker whose rounds are returned.
-        shared: whether every worker stores all matrices, so that owners need no pieces from other workers.
+        replicated: whether every worker stores all matrices, so that owners need no pieces from other workers.
 
     Returns:
         The rounds in order: the same number for all workers, with matching sends and receives.
@@ -78,15 +78,16 @@ def plan_rounds(
     pieces = [sorted(rank_pieces) for rank_pieces in stored]
     ids = sorted({piece.tensor_id for rank_pieces in pieces for piece in rank_pieces}, key=lambda i: (shapes[i], i))
     rounds = []
-    for members in _split(ids, shapes, ROUND_ENTRIES * len(pieces)):
-        owner = _owners(members, shapes, len(pieces))
-        received = [
-            _by_owner(owner, (p for p in rank_pieces if p.tensor_id in owner), len(pieces)) for rank_pieces in pieces
+    for round_ids in _split_ids(ids, shapes, ROUND_ENTRIES * len(pieces)):
+        owner_of = _assign_owners(round_ids, shapes, len(pieces))
+        received = [_group_by_owner(rank_pieces, owner_of, len(pieces)) for rank_pieces in pieces]
+        sent = [
+            [to_owner if owner == sender or not replicated else [] for owner, to_owner in enumerate(by_owner)]
+            for sender, by_owner in enumerate(received)
         ]
-        sent = [[ps if o == r or not shared else [] for o, ps in enumerate(received[r])] for r in range(len(pieces))]
         rounds.append(
             Round(
-                owned={i: shapes[i] for i in members if owner[i] == rank},
+                owned={i: shapes[i] for i in round_ids if owner_of[i] == rank},
                 sent=sent[rank],
                 gathered=[by_owner[rank] for by_owner in sent],
                 returned=[by_owner[rank] for by_owner in received],
@@ -96,30 +97,30 @@ def plan_rounds(
     return rounds
 
 
-def _split(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
-    """Split `ids` into lists of matrices with at most `max_entries` in total, or of one larger matrix."""
-    matrices: list[int] = []
+def _split_ids(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
+    """Split `ids` into lists of matrices with at most `max_entries` in total; a larger matrix is alone in its list."""
+    round_ids: list[int] = []
     entries = 0
     for tensor_id in ids:
         numel = shapes[tensor_id][0] * shapes[tensor_id][1]
-        if matrices and entries + numel > max_entries:
-            yield matrices
-            matrices, entries = [], 0
-        matrices.append(tensor_id)
+        if round_ids and entries + numel > max_entries:
+            yield round_ids
+            round_ids, entries = [], 0
+        round_ids.append(tensor_id)
         entries += numel
-    if matrices:
-        yield matrices
+    if round_ids:
+        yield round_ids
 
 
-def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[int, int]:
+def _assign_owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[int, int]:
     """Assign an owner to each matrix: the most expensive first, each to the worker with the least work."""
     heap = [(0, worker) for worker in range(workers)]
-    owner: dict[int, int] = {}
+    owner_of: dict[int, int] = {}
     for tensor_id in sorted(ids, key=lambda i: (-_cost(shapes[i]), i)):
         load, worker = heap[0]
-        owner[tensor_id] = worker
+        owner_of[tensor_id] = worker
         heapq.heapreplace(heap, (load + _cost(shapes[tensor_id]), worker))
-    return owner
+    return owner_of
 
 
 def _cost(shape: Shape) -> int:
@@ -128,8 +129,11 @@ def _cost(shape: Shape) -> int:
     return small * small * (2 * large + small)
 
 
-def _by_owner(owner: Mapping[int, int], pieces: Iterable[MatrixPiece], workers: int) -> list[list[MatrixPiece]]:
+def _group_by_owner(
+    pieces: Iterable[MatrixPiece], owner_of: Mapping[int, int], workers: int
+) -> list[list[MatrixPiece]]:
     by_owner: list[list[MatrixPiece]] = [[] for _ in range(workers)]
     for piece in pieces:
-        by_owner[owner[piece.tensor_id]].append(piece)
+        if piece.tensor_id in owner_of:
+            by_owner[owner_of[piece.tensor_id]].append(piece)
     return by_owner

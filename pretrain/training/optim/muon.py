@@ -19,11 +19,11 @@ from pretrain.training.optim.matrix_rounds import MatrixPiece, Round, Shape, Wor
 from pretrain.training.optim.skipping import SkippingOptimizer
 from pretrain.training.optim.tensorwise import Segment, assign_tensor_ids
 
-# Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
+# Newton-Schulz iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: coefficients, and steps.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
-_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
-# Width up to which matrices are batched on CPUs. Without, bf16 takes 1.5 times as long, at width 128 4 to 5 times.
-_NARROW = 256
+_UPDATE_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
+# Width up to which matrices are batched on CPUs. Without, bf16 takes 1.5 times as long, and at width 128, 4 to 5 times.
+_MAX_BATCHED_WIDTH = 256
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
@@ -82,9 +82,9 @@ class Muon(SkippingOptimizer):
         self._pieces: list[list[MatrixPiece]] = []  # pieces that each rank stores
         self._flat_index: dict[Tensor, int] = {}  # index of each flat tensor
         self._shapes: dict[int, Shape] = {}
-        self._shared, self._dtype = False, torch.float32
+        self._replicated, self._dtype = False, torch.float32
         self._workers: Workers
-        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the indices of the flat tensors in the step
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # plans, by the indices of the flat tensors in the step
 
     def set_shards(
         self,
@@ -92,29 +92,29 @@ class Muon(SkippingOptimizer):
         shapes: Mapping[int, Shape],
         workers: Workers,
         *,
-        shared: bool = False,
+        replicated: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Set which tensors the flat parameters contain, after a wrapper has sharded them; all workers must call this.
 
         Args:
-            segments: the segments of each of this worker's flat parameters, whose number and order all workers share.
+            segments: this worker's flat parameters, with their segments. All workers have the same number and order.
             shapes: the result of `matrix_shapes`.
             workers: the workers that step together; `step` uses their collectives.
-            shared: whether every worker stores all matrices.
+            replicated: whether every worker stores all matrices.
             dtype: dtype for sending and orthogonalizing the updates.
         """
         self._dtype = dtype
         self._flat_index = {flat: index for index, flat in enumerate(segments)}
         local_pieces = [
-            MatrixPiece(one.tensor_id, one.tensor_start, one.stop - one.start, self._flat_index[flat], one.start)
+            MatrixPiece(seg.tensor_id, seg.tensor_start, seg.stop - seg.start, self._flat_index[flat], seg.start)
             for flat, flat_segments in segments.items()
-            for one in flat_segments
-            if one.tensor_id in shapes
+            for seg in flat_segments
+            if seg.tensor_id in shapes
         ]
         gathered = workers.gather_objects([tuple(piece) for piece in local_pieces])
         self._pieces = [[MatrixPiece(*values) for values in rank_pieces] for rank_pieces in gathered]
-        self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
+        self._shapes, self._replicated, self._workers, self._rounds = dict(shapes), replicated, workers, {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -122,18 +122,18 @@ class Muon(SkippingOptimizer):
         if not self._pieces:
             return
         self._prepare_skip()
-        rates: dict[Tensor, float] = {}
+        lrs: dict[Tensor, float] = {}
         for group in self.param_groups:
-            present = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                self._nesterov(group, present)
-                rates |= dict.fromkeys(present, group["lr"])
-            elif present:
-                self._adamw(group, present)
-        if rates:
-            self._step_matrices(rates)
+                self._apply_nesterov(group, parameters)
+                lrs |= dict.fromkeys(parameters, group["lr"])
+            elif parameters:
+                self._step_adamw(group, parameters)
+        if lrs:
+            self._step_matrices(lrs)
 
-    def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _apply_nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update the momenta, replace gradients by Nesterov updates, and decay the weights."""
         if not parameters:
             return
@@ -145,7 +145,7 @@ class Muon(SkippingOptimizer):
         foreach._foreach_lerp_(gradients, momenta, group["momentum"])
         foreach._foreach_mul_(parameters, self._one_minus(group["lr"] * group["weight_decay"]))
 
-    def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
@@ -166,65 +166,65 @@ class Muon(SkippingOptimizer):
             maximize=False,
         )
 
-    def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
-        """Orthogonalize the updates of these flat parameters, stored in their gradients, and step."""
-        flats = {self._flat_index[flat]: flat for flat in rates}
+    def _step_matrices(self, lrs: Mapping[Tensor, float]) -> None:
+        """Step these flat parameters: orthogonalize the updates, which replaced their gradients, and apply them."""
+        flats = {self._flat_index[flat]: flat for flat in lrs}
         key = tuple(sorted(flats))
         if key not in self._rounds:
-            stored = [[piece for piece in rank_pieces if piece.flat in flats] for rank_pieces in self._pieces]
-            self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._shared)
+            stored = [[piece for piece in rank_pieces if piece.flat_index in flats] for rank_pieces in self._pieces]
+            self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._replicated)
         for round_ in self._rounds[key]:
-            self._apply(_flatten(round_.received), self._exchange(round_, flats), flats, rates)
+            self._apply_updates(_flatten(round_.received), self._orthogonalized_updates(round_, flats), flats, lrs)
 
-    def _apply(
-        self, pieces: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
+    def _apply_updates(
+        self, pieces: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], lrs: Mapping[Tensor, float]
     ) -> None:
         """Step the weights of `pieces` with their concatenated fp32 `updates`."""
         if self._applied is not None:
             updates.mul_(self._applied)
-        weights = _views(pieces, flats)
-        by_scale: dict[float, list[int]] = {}  # indices of the pieces, by scale of the update
+        weights = _flat_views(pieces, flats)
+        indices_by_scale: dict[float, list[int]] = {}  # indices in `pieces`, by the scale of their update
         for index, piece in enumerate(pieces):
-            scale = rates[flats[piece.flat]] * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
-            by_scale.setdefault(scale, []).append(index)
+            scale = lrs[flats[piece.flat_index]] * _UPDATE_RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
+            indices_by_scale.setdefault(scale, []).append(index)
         split_updates = updates.split([piece.numel for piece in pieces])
-        for scale, indices in by_scale.items():
+        for scale, indices in indices_by_scale.items():
             same_scale = ([values[index] for index in indices] for values in (weights, split_updates))
             foreach._foreach_add_(*same_scale, alpha=-scale)
 
-    def _exchange(self, round_: Round, flats: Mapping[int, Tensor]) -> Tensor:
+    def _orthogonalized_updates(self, round_: Round, flats: Mapping[int, Tensor]) -> Tensor:
         """Return the orthogonalized updates of this worker's pieces, concatenated in fp32."""
         gradients = {index: flat.grad for index, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))  # any tensor on the device
-        sent = _views(_flatten(round_.sent), gradients)
-        gathered = self._send(sent, round_.sent, round_.gathered, like)
+        sent = _flat_views(_flatten(round_.sent), gradients)
+        gathered = self._exchange(sent, round_.sent, round_.gathered, like)
         pieces = _flatten(round_.gathered)
         *starts, total = itertools.accumulate(map(math.prod, round_.owned.values()), initial=0)
-        starts = dict(zip(round_.owned, starts, strict=True))
-        whole = gathered.new_empty(total)
-        _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
-        self._orthogonalize(round_, whole)
-        returned = _within(whole, _flatten(round_.returned), starts)
-        return self._send(returned, round_.returned, round_.received, like).float()
+        start_of = dict(zip(round_.owned, starts, strict=True))
+        owned = gathered.new_empty(total)  # the owned matrices, concatenated
+        _copy(_owned_views(pieces, owned, start_of), gathered.split([piece.numel for piece in pieces]))
+        self._orthogonalize(round_, owned)
+        returned = _owned_views(_flatten(round_.returned), owned, start_of)
+        return self._exchange(returned, round_.returned, round_.received, like).float()
 
-    def _orthogonalize(self, round_: Round, whole: Tensor) -> None:
-        """Replace the owned matrices, concatenated in `whole`, by their orthogonalized updates.
+    def _orthogonalize(self, round_: Round, owned: Tensor) -> None:
+        """Orthogonalize the owned matrices, concatenated in `owned`, in place.
 
         On a GPU, all matrices of one shape are batched, so that more matrices do not mean more kernels. Each of five
         temporaries takes as much memory as the batch: 32 MB in bf16 (`ROUND_ENTRIES`), or one matrix if that is larger.
         On a CPU, only narrow matrices are batched: the product of a single one cannot use all cores.
         """
         start = 0
-        for shape, group in itertools.groupby(round_.owned.items(), key=lambda owned: owned[1]):
-            count = len(list(group))
-            batched = uses_foreach(whole) or min(shape) <= _NARROW
+        for shape, same_shape in itertools.groupby(round_.owned.values()):
+            count = len(list(same_shape))
+            batched = uses_foreach(owned) or min(shape) <= _MAX_BATCHED_WIDTH
             for batch_size in [count] if batched else [1] * count:
                 stop = start + batch_size * math.prod(shape)
-                matrices = whole[start:stop].view((-1, *shape) if batched else shape)
+                matrices = owned[start:stop].view((-1, *shape) if batched else shape)
                 matrices.copy_(orthogonalize(matrices))
                 start = stop
 
-    def _send(
+    def _exchange(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
         """Send `values`, the contents of `sent`; return the contents of `received`, concatenated in `self._dtype`."""
@@ -234,16 +234,16 @@ class Muon(SkippingOptimizer):
         return self._workers.all_to_all(joined, *sizes)
 
 
-def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return views of the entries of each piece in its flat tensor; `flats` maps indices to tensors."""
+def _flat_views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return a view of each piece in its flat tensor; `flats` maps indices to tensors."""
     flat = {index: x.view(-1) for index, x in flats.items()}
-    return [flat[piece.flat][piece.start : piece.start + piece.numel] for piece in pieces]
+    return [flat[p.flat_index][p.flat_start : p.flat_start + p.numel] for p in pieces]
 
 
-def _within(whole: Tensor, pieces: Sequence[MatrixPiece], starts: Mapping[int, int]) -> list[Tensor]:
-    """Return views of the entries of each piece in `whole`; `starts` maps tensor ids to offsets of matrices in it."""
-    offsets = [starts[piece.tensor_id] + piece.matrix_start for piece in pieces]
-    return [whole[offset : offset + piece.numel] for offset, piece in zip(offsets, pieces, strict=True)]
+def _owned_views(pieces: Sequence[MatrixPiece], owned: Tensor, start_of: Mapping[int, int]) -> list[Tensor]:
+    """Return a view of each piece in `owned`, where the matrix of tensor id i starts at `start_of[i]`."""
+    offsets = [start_of[piece.tensor_id] + piece.matrix_start for piece in pieces]
+    return [owned[offset : offset + piece.numel] for offset, piece in zip(offsets, pieces, strict=True)]
 
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretrain import config
 
-_POWER = 0.5  # exponent of the polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
+_DECAY_POWER = 0.5  # exponent of the polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
@@ -19,8 +19,8 @@ def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
     over the phase's remaining steps, or over its last `decay_steps` after a plateau (warm-up, stable, decay: Hägele et
     al. 2024, arXiv:2405.18392). The first step of the decay still has the peak rate.
 
-    This equals transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup or get_wsd_schedule over one
-    more step, minus the first step, whose rate of 0 would waste a global batch.
+    This equals transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup or get_wsd_schedule with one
+    more step and without its first, whose rate of 0 would waste a global batch.
     """
     for phase in phases:
         if step < phase.steps:
@@ -30,16 +30,16 @@ def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
 
 
 def _phase_rate(phase: config.PhaseConfig, step: int) -> float:
-    peak_step = max(0, phase.warmup_steps - 1)
-    if step < peak_step:
+    decay_start = max(0, phase.warmup_steps - 1)  # the last warm-up step, unless there is a plateau
+    if step < decay_start:
         return phase.peak_learning_rate * (step + 1) / phase.warmup_steps
     if phase.decay_steps:
-        peak_step = phase.steps - phase.decay_steps
-    if phase.decay == "constant" or step < peak_step:
+        decay_start = phase.steps - phase.decay_steps
+    if phase.decay == "constant" or step < decay_start:
         return phase.peak_learning_rate
-    remaining = (phase.steps - step) / (phase.steps - peak_step)
+    remaining = (phase.steps - step) / (phase.steps - decay_start)
     if phase.decay == "1-sqrt":
         factor = 1.0 - math.sqrt(1.0 - remaining)
     else:
-        factor = remaining ** (_POWER if phase.decay == "polynomial" else 1.0)
+        factor = remaining ** (_DECAY_POWER if phase.decay == "polynomial" else 1.0)
     return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * factor

@@ -1,4 +1,4 @@
-"""Optimizers that skip a step on the device if `found_inf` says so, so that the host need not check the gradients."""
+"""Optimizers that skip a step on the device if `found_inf` is 1, so that the host need not check the gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ class SkippingOptimizer(torch.optim.Optimizer):
     """An optimizer with `found_inf`, as torch's fused AdamW has it.
 
     Attributes:
-        found_inf: fp32 scalar. 1 skips the next step on the device: weights and state stay bit-identical. 0 does not
-            skip it, nor does None, which takes fewer kernels.
+        found_inf: fp32 scalar. 1 skips the next step on the device: weights and state stay bit-identical. 0 and None do
+            not skip it; None takes fewer kernels.
     """
 
     found_inf: Tensor | None = None
@@ -34,12 +34,12 @@ class SkippingOptimizer(torch.optim.Optimizer):
         # Multiply them as integers, because NaN times 0 is NaN.
         foreach._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._applied.int())
 
-    def _factor(self, value: float) -> Any:
-        """Return `value`, but 0 in a skipped step, as an fp32 tensor if a step may be skipped."""
+    def _zero_if_skipped(self, value: float) -> Any:
+        """Return `value`, or 0 in a skipped step; an fp32 tensor if the step may be skipped."""
         return value if self._applied is None else (value * self._applied).float()
 
     def _one_minus(self, value: float) -> Any:
-        """Return 1 - `value`, but 1 in a skipped step."""
+        """Return 1 - `value`, or 1 in a skipped step; an fp32 tensor if the step may be skipped."""
         if self._applied is None:
             return 1 - value
         if value not in self._complements:
@@ -47,12 +47,12 @@ class SkippingOptimizer(torch.optim.Optimizer):
         return self._complements[value]
 
     def _advance_counts(self, counts: Sequence[Tensor]) -> None:
-        """Increment the step counts of parameters, which are scalars."""
-        # Adding a single tensor to a list would read its value on the host.
-        foreach._foreach_add_(counts, 1 if self._applied is None else [self._factor(1.0)] * len(counts))
+        """Increment the step counts of parameters, scalar tensors, unless the step is skipped."""
+        # Adding one tensor, instead of a list, would read its value on the host.
+        foreach._foreach_add_(counts, 1 if self._applied is None else [self._zero_if_skipped(1.0)] * len(counts))
 
     def _lerp_means(self, means: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
-        """Update running means with `values`, which get the weight `weight` and are 0 in a skipped step."""
+        """Set running means to (1 - weight) * mean + weight * value; a skipped step, whose values are 0, keeps them."""
         if self._applied is None:
             foreach._foreach_lerp_(means, values, weight)
         else:  # `_foreach_lerp_` does not accept a weight on the device

@@ -14,7 +14,7 @@ class StableAdamW(TensorwiseOptimizer):
 
     The learning rate of each tensor, also for weight decay, is divided by max(1, RMS), the root mean square of
     gradient / sqrt(second moment). ModernBERT's recipe uses it instead of gradient clipping, as implemented in
-    warner-benjamin/optimi (stableadamw.py), to which this class is equivalent: debiased betas there have the effect of
+    warner-benjamin/optimi (stableadamw.py). This class is equivalent: optimi's debiased betas have the effect of the
     bias-corrected moments here. A stacked `qkv_weight` is treated as three tensors.
 
     Each param group has an entry `names`, one name per parameter. `step` overwrites the gradient.
@@ -36,30 +36,32 @@ class StableAdamW(TensorwiseOptimizer):
         if not self._segments:
             return
         self._prepare_skip()
-        stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []  # (group, pieces, sums of squared ratios)
+        stepped: list[
+            tuple[dict[str, Any], list[TensorPiece], Tensor]
+        ] = []  # (group, pieces, their sums of squared ratios)
         for group in self.param_groups:
-            pieces = self._start_step(group, self._pieces(group))
+            pieces = self._start_step(group, self._parameters_with_segments(group))
             if pieces:
                 slices = batches([piece.weights for piece in pieces])
-                ratios = [self._update(group, pieces[batch]) for batch in slices]
-                stepped.append((group, pieces, torch.cat(ratios)))
+                squared_ratios = [self._compute_updates(group, pieces[batch]) for batch in slices]
+                stepped.append((group, pieces, torch.cat(squared_ratios)))
         sums = self._zero_sums()
-        for _, pieces, square_ratios in stepped:
-            index, sizes = self._ids_and_sizes(pieces)
-            sums[0].index_add_(0, index, square_ratios)
-            sums[1].index_add_(0, index, sizes)
+        for _, pieces, squared_ratios in stepped:
+            ids, sizes = self._ids_and_sizes(pieces)
+            sums[0].index_add_(0, ids, squared_ratios)
+            sums[1].index_add_(0, ids, sizes)
         self._reduce(sums.view(-1))
-        scales = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._factor(1.0)
+        scales = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._zero_if_skipped(1.0)
         for group, pieces, _ in stepped:
             factors = scales[self._ids_and_sizes(pieces)[0]].to(torch.float32)
-            decay = 1 - factors * (group["lr"] * group["weight_decay"])
+            decay_factors = 1 - factors * (group["lr"] * group["weight_decay"])
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            # This takes two kernels per piece: torch has none for a list of factors on the device.
-            foreach._foreach_mul_(weights, decay.unbind())
+            # This takes two kernels per piece: torch has no operation that takes a list of factors on the device.
+            foreach._foreach_mul_(weights, decay_factors.unbind())
             foreach._foreach_addcmul_(weights, updates, factors.unbind(), value=-group["lr"])
 
-    def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> Tensor:
-        """Update moments, overwrite gradients with Adam's updates, and return the fp64 sums of squared ratios."""
+    def _compute_updates(self, group: dict[str, Any], pieces: list[TensorPiece]) -> Tensor:
+        """Update moments, replace gradients by Adam's updates, and return each piece's fp64 sum of squared ratios."""
         corrected = self._update_moments(group, pieces)
         ratios = [piece.gradient for piece in pieces]
         foreach._foreach_mul_(ratios, ratios)
@@ -68,6 +70,6 @@ class StableAdamW(TensorwiseOptimizer):
             sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
         else:  # ratios are not negative: their L1 norm is their sum
             sums = foreach._foreach_norm(ratios, 1, dtype=torch.float64)
-        square_ratios = torch.stack(list(sums))
+        squared_ratios = torch.stack(list(sums))
         write_adam_updates(group, pieces, corrected)
-        return square_ratios
+        return squared_ratios

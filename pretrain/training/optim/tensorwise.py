@@ -15,7 +15,7 @@ from pretrain.training.optim.skipping import SkippingOptimizer
 
 # torch computes norms in fp32: over the 31 M entries of BERT-Large's word embeddings, the error is 1.1e-3 (measured,
 # torch 2.13 on a CPU). Norms of rows of this length are exact to 1e-7; their squares are added in fp64.
-_NORM_ROW = 1 << 16
+_NORM_ROW_LENGTH = 1 << 16
 
 
 class Segment(NamedTuple):
@@ -67,7 +67,7 @@ def cut_segments(ids: range, numel: int, start: int, stop: int, offset: int) -> 
     return segments
 
 
-def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+def segment_views(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     """Return a view of each segment of a flat tensor; the segments are in ascending order."""
     sizes, indices, end = [], [], 0
     for start, stop, *_ in segments:
@@ -101,7 +101,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         tensor_count: int,
         reduce: Callable[[Tensor], Any],
     ) -> None:
-        """Set which tensors the flat parameters contain, after a wrapper has flattened and sharded them.
+        """Set which tensors the flat parameters contain, after a wrapper such as ZeRO has flattened and sharded them.
 
         Args:
             segments: for each flat parameter whose step depends on whole tensors, its segments in ascending order.
@@ -113,30 +113,32 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
         self._cached_ids.clear()
 
-    def _pieces(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
+    def _parameters_with_segments(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
         """Yield the group's parameters with their segments."""
         return ((parameter, self._segments[parameter]) for parameter in group["params"])
 
     def _start_step(
-        self, group: dict[str, Any], segmented: Iterable[tuple[Tensor, Sequence[Segment]]]
+        self, group: dict[str, Any], parameters: Iterable[tuple[Tensor, Sequence[Segment]]]
     ) -> list[TensorPiece]:
         """Return the pieces of the parameters that have a gradient, and increment their step counts."""
-        present = [(parameter, segments) for parameter, segments in segmented if parameter.grad is not None]
-        if not present:
+        with_gradient = [(parameter, segments) for parameter, segments in parameters if parameter.grad is not None]
+        if not with_gradient:
             return []
-        states = [self.state[parameter] for parameter, _ in present]
+        states = [self.state[parameter] for parameter, _ in with_gradient]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         self._advance_counts(counts)
         # The counts stay on the device: reading them would wait for all queued work. Until the first step that is not
-        # skipped, they are 0; the corrections would be 0, too.
+        # skipped, they are 0, and the corrections would be 0, too.
         steps = torch.stack(counts).double().clamp(min=1)
-        corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
+        pairs = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
         pieces: list[TensorPiece] = []
-        for (parameter, segments), state, pair in zip(present, states, corrections, strict=True):
+        for (parameter, segments), state, corrections in zip(with_gradient, states, pairs, strict=True):
             assert parameter.grad is not None
-            views = (cut(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+            views = (
+                segment_views(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            )
             pieces += [
-                TensorPiece(segment.tensor_id, *pair, *tensors)
+                TensorPiece(segment.tensor_id, *corrections, *tensors)
                 for segment, *tensors in zip(segments, *views, strict=True)
             ]
         return pieces
@@ -166,7 +168,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
 
 
 def write_adam_updates(group: dict[str, Any], pieces: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
-    """Overwrite the gradients of pieces with Adam's updates; `corrected`, their second moments, become invalid."""
+    """Overwrite the gradients of pieces with Adam's updates; also overwrites `corrected`, from `_update_moments`."""
     foreach._foreach_sqrt_(corrected)
     foreach._foreach_add_(corrected, group["eps"])
     foreach._foreach_mul_(corrected, single_or_list([piece.correction1 for piece in pieces]))
@@ -185,7 +187,7 @@ def sums_of_squares(values: Sequence[Tensor]) -> Tensor:
 
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of squares of a 1-D tensor, an fp64 scalar."""
-    whole = values.numel() // _NORM_ROW * _NORM_ROW
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1, dtype=torch.float32).double()
+    whole = values.numel() // _NORM_ROW_LENGTH * _NORM_ROW_LENGTH
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW_LENGTH), dim=1, dtype=torch.float32).double()
     tail = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()
     return rows.square().sum() + tail.square()
