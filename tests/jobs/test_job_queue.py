@@ -156,7 +156,7 @@ def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(job_queue, "find_dashboard", lambda: "http://127.0.0.1:9")
     monkeypatch.setattr(job_queue, "Queue", lambda *_: Answers())
-    monkeypatch.setattr(job_queue, "pause", lambda _: 0.01)
+    monkeypatch.setattr(job_queue, "pause_seconds", lambda _: 0.01)
     with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
         wait_in_queue("mine")
     assert not answers

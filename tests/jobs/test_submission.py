@@ -571,7 +571,7 @@ def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[st
 def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     cluster = jobs_of()
-    monkeypatch.setattr(client.JobsClient, "all", lambda _: [])
+    monkeypatch.setattr(client.JobsClient, "jobs", lambda _: [])
     monkeypatch.setattr(client.JobsClient, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(client, "alive_nodes", lambda _: [a_node(0, 8, head=True)])
     with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):

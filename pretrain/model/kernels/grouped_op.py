@@ -102,10 +102,9 @@ class Arguments(NamedTuple):
     @property
     def runs_natively(self) -> bool:
         """Return whether `native` computes the operator, not batched matmuls."""
-        has_terms = (
-            self.distance_bias is not None or self.distance_keys is not None or self.distance_queries is not None
-        )
-        return not has_terms and prefer_native_attention(self.qkv, self.heads, max(self.lengths), self.window)
+        has_terms = self.distance_bias is not None or self.tables.term_count
+        longest = max(self.lengths)
+        return not has_terms and prefer_native_attention(self.qkv, self.heads, longest, self.window)
 
     @property
     def native(self) -> NativeSequences:
@@ -170,7 +169,7 @@ def backward_op(
     context, lse, args = context.detach(), lse.detach(), Arguments(*arguments).detached()
     if args.runs_natively:
         grad_qkv = args.native.backward(grad_context, (context, lse), args.qkv, args.bias)
-        return grad_qkv, _empty_table(args), *args.tables.zero_gradients(args.qkv).pair()
+        return grad_qkv, _empty_bias_gradient(args), *args.tables.zero_gradients(args.qkv).pair()
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     grad_tables = tables.zero_gradients(args.qkv)
     grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
