@@ -32,8 +32,8 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
             is_missing = name in _REQUIRED and version.startswith(NONE)
             rows.append(Finding(name, version, FAIL if is_missing else PASS, advice))
         if name in _OPTIONAL and not is_installed(name.lower()):
-            advice = f"{_OPTIONAL[name]}. To install it: {install_command(name.lower())}"
-            rows[-1] = Finding(name, f"{NONE}: not installed", WARN, advice)
+            optional_advice = f"{_OPTIONAL[name]}. To install it: {install_command(name.lower())}"
+            rows[-1] = Finding(name, f"{NONE}: not installed", WARN, optional_advice)
     return rows
 
 

@@ -125,6 +125,8 @@ def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.Monke
     (row,) = [row for row in verdicts.judge_versions(versions) if row.mark != PASS]
     assert (row.what, row.mark) == ("Ray", WARN)
     assert row.advice.endswith(" -m pip install 'bertrain[cluster]'")
+    *_, last = verdicts.judge_versions({"Ray": versions["Ray"], "gloo": "none"})
+    assert "cluster" not in last.advice
     monkeypatch.setattr(verdicts, "is_installed", lambda module: True)  # installed, and broken
     assert [row.what for row in verdicts.judge_versions(versions) if row.mark == FAIL] == ["Ray"]
 
