@@ -294,7 +294,7 @@ def test_batches_that_cannot_be_are_refused(shards):
 def test_errors_of_the_background_thread_reach_the_consumer(shards):
     bad = replace(shards.shards[0], tokens=np.full(len(shards.shards[0].tokens), 9999, np.uint16))
     loader = Loader(replace(shards, shards=[bad, *shards.shards[1:]]), run_config(), 0, rank=0, world_size=1)
-    with pytest.raises(InputError, match="token 9999"):
+    with pytest.raises(InputError, match="token id 9999"):
         list(loader)
     assert not loader.thread.is_alive()
 

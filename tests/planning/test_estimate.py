@@ -292,7 +292,7 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, wor
     ("model", "embeddings"),
     [
         ({"size": "mini"}, "30,522 tokens, 512 positions, 2 segments"),
-        (TINY | {"family": "eurobert"}, "30,522 words"),
+        (TINY | {"family": "eurobert"}, "30,522 tokens"),
     ],
 )
 def test_the_parts_of_the_parameters_are_named(model: dict[str, Any], embeddings: str):

@@ -133,7 +133,7 @@ def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.Mon
     ("minutes", "values", "message"),
     [
         *((minutes, {}, "expected a number above 0") for minutes in (0.0, -3.0, float("nan"), float("inf"))),
-        (5, {"scheduling": {"address": "ray://head:10001"}}, "this machine alone"),
+        (5, {"scheduling": {"address": "ray://head:10001"}}, "only on this machine"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path: Path, minutes: float, values: dict[str, Any], message: str) -> None:
