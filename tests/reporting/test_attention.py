@@ -220,7 +220,7 @@ def test_the_page_holds_every_weight_and_stands_alone(folders, bert, tmp_path) -
     assert "punctuation" not in shares  # there is none in this text
     (strongest,) = strongest_heads(statistics.shares["next"], 1)
     assert f"the next token            {strongest.name} {strongest.value:.1%}" in summary
-    assert f"Over {len(tokens)} tokens of 1 text" in page.text
+    assert f"Averaged over {len(tokens)} tokens of 1 text" in page.text
     assert page.html.count("<circle") == 4 * (len(shares) + 1)
 
 
