@@ -55,7 +55,9 @@ template <class E> struct Head {
             for (long k = 0; k < D / 2; k++) rotate_pair(x[k], x[k + D / 2], k);
     }
     void read(long token, long column, bool rotated, float *to) const { // a token's query, key or value
-        load_row(qkv + token * stride + column, D, to);
+        const E *from = qkv + token * stride + column;
+        load_row(from, D, to);
+        for (long d = 0; d < D; d += 64 / sizeof(E)) __builtin_prefetch(from + D + d); // the next head's
         if (bias) add_row(bias + column, D, to);
         if (rotated) rotate(token, 1, to);
     }
