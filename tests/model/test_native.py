@@ -10,7 +10,8 @@ from torch import Tensor
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, LayerWeights, after_attention
 from pretrain.model.encoder import Encoder
-from pretrain.model.kernels import grouped_op, native
+from pretrain.model.kernels import fused_cross_entropy, grouped_op, native
+from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import prefer_native_attention
@@ -89,6 +90,38 @@ def test_the_loops_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
     assert not prefer_native_attention(fp32.bfloat16(), 3, 513, 0)
     assert not prefer_native_attention(fp32.half(), 3, 40, 0)
     assert not prefer_native_attention(fp32, 9 * 2, 40, 0)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("words", [32, 101])
+def test_cross_entropy_equals_torchs(
+    dtype: torch.dtype, with_bias: bool, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    hidden, decoder = (torch.randn(rows, 16).to(dtype).requires_grad_() for rows in (40, words))
+    bias = torch.randn(words).to(dtype).requires_grad_() if with_bias else None
+    labels = torch.randint(words, (40,))
+    labels[30:35] = -1  # ignored
+    with torch.no_grad():
+        labels[:20] = (hidden[:20] @ decoder.T + (0 if bias is None else bias)).argmax(1)  # some are predicted
+        decoder[7] = decoder[8]  # and some tie
+        if bias is not None:
+            bias[7] = bias[8]
+    inputs = [hidden, decoder, *([] if bias is None else [bias])]
+
+    def losses() -> list[Tensor]:
+        total, correct = vocabulary_losses(hidden, decoder, bias, labels, fused=False)
+        with torch.no_grad():
+            assert torch.equal(total, vocabulary_losses(hidden, decoder, bias, labels, fused=False)[0])
+        return [correct, *results(lambda: total[None], inputs)]
+
+    made = losses()
+    monkeypatch.setattr(fused_cross_entropy, "supports_native", lambda _: False)
+    wanted = losses()
+    assert made[0] > 5
+    assert torch.equal(made[0], wanted[0])
+    assert max(map(apart, made, wanted)) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pretrain.model.compile import maybe_compile
 from pretrain.model.cost import LOGITS_PER_CHUNK
+from pretrain.model.kernels.native import cross_entropy, supports_native
 from pretrain.model.kernels.products import weight_gradient
 
 # Rows of logits on a GPU are aligned to this number of entries. cuBLAS's fastest kernels need 16 bytes (NVIDIA, Matrix
@@ -118,16 +119,16 @@ class _VocabularyLosses(torch.autograd.Function):
             chunk = slice(start, start + rows)
             labels_C = labels[chunk]
             logits_CV = torch.mm(hidden[chunk], decoder.T, out=scores[: len(labels_C)])
-            operands = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
-            compute, teacher_operands = losses_and_gradient, ()
-            if soft is not None and teacher_scores is not None:
-                compute = _soft_losses_and_gradient
-                teacher_CV = torch.mm(soft.hidden[chunk], soft.decoder.T, out=teacher_scores[: len(labels_C)])
-                teacher_operands = teacher_CV, *soft[2:]
-            elif not needs_gradient:
-                totals += maybe_compile(_losses, fused, _AXES)(*operands)
-                continue
-            totals += maybe_compile(compute, fused, _AXES)(*operands, *teacher_operands)
+            if soft is None and logits_CV.is_contiguous() and supports_native(logits_CV):
+                totals += cross_entropy(logits_CV, bias, labels_C, needs_gradient=needs_gradient)
+            else:
+                compute, teacher_operands = losses_and_gradient if needs_gradient else _losses, ()
+                if soft is not None and teacher_scores is not None:
+                    compute = _soft_losses_and_gradient
+                    teacher_CV = torch.mm(soft.hidden[chunk], soft.decoder.T, out=teacher_scores[: len(labels_C)])
+                    teacher_operands = teacher_CV, *soft[2:]
+                operands = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C), *teacher_operands
+                totals += maybe_compile(compute, fused, _AXES)(*operands)
             if not needs_gradient:
                 continue
             grad_CV = logits_CV

@@ -143,6 +143,46 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
     thread_sums.total(sums);
 }
 
+// Cross-entropy of `logits` + `bias` (may be null) with the labels; negative labels are ignored. Sets `losses` [rows], and
+// `correct` [rows] to 1 / n where the label is one of the n highest entries. With `gradient`, overwrites the logits by it.
+template <class E>
+static void cross_entropy(long rows, long width, E *logits, const float *bias, const int64_t *labels, long gradient, float *losses,
+                          float *correct) {
+    long padded = (width + 15) / 16 * 16;
+#pragma omp parallel
+    {
+        std::vector<float> buffer(padded, -INFINITY);
+        float *x = buffer.data();
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            E *row = logits + r * width;
+            if (labels[r] < 0) {
+                losses[r] = correct[r] = 0;
+                if (gradient) std::fill(row, row + width, E{});
+                continue;
+            }
+            load_row(row, width, x);
+            if (bias) add_row(bias, width, x);
+            std::fill(x + width, x + padded, -INFINITY);
+            float max_score = row_max(x, padded), label_score = x[labels[r]], total = 0, ties = 0;
+#pragma omp simd reduction(+ : total, ties)
+            for (long j = 0; j < padded; j++) {
+                ties += x[j] >= max_score ? 1.0f : 0.0f;
+                x[j] = exponential(x[j] - max_score);
+                total += x[j];
+            }
+            losses[r] = max_score + std::log(total) - label_score;
+            correct[r] = label_score >= max_score ? 1 / ties : 0.0f;
+            if (!gradient) continue;
+            float inverse_total = 1 / total;
+#pragma omp simd
+            for (long j = 0; j < padded; j++) x[j] *= inverse_total;
+            x[labels[r]] -= 1;
+            store_row(x, width, row);
+        }
+    }
+}
+
 // torch's fused AdamW for a table [rows, width]; also sets `weights`, in the model's dtype. A row that never had a gradient
 // only decays. seen [rows]: 0 if a row never had a gradient, 1 if it had one, 2 if unknown.
 template <class E>
@@ -197,6 +237,10 @@ static void adamw(long rows, long width, uint8_t *seen, const float *grad, float
                               const E *grad, const E *extra_grad, E *grad_x, E *grad_residual, float *sums) {            \
         norm_backward(rows, width, x, bias, residual, seeds, site, dropout, gain, moments, grad, extra_grad, grad_x,      \
                       grad_residual, sums);                                                                              \
+    }                                                                                                                    \
+    void cross_entropy_##NAME(long rows, long width, E *logits, const float *bias, const int64_t *labels, long gradient,  \
+                              float *losses, float *correct) {                                                           \
+        cross_entropy(rows, width, logits, bias, labels, gradient, losses, correct);                                      \
     }                                                                                                                    \
     void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *exp_avg,            \
                       float *exp_avg_sq, E *weights, double divisor, double rate, double beta1, double beta2,            \

@@ -132,6 +132,14 @@ def prefer_native(function: Callable[..., Tensor], shape: ModelConfig, compile: 
     return after_attention
 
 
+def cross_entropy(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, *, needs_gradient: bool) -> Tensor:
+    """Return fp32 [2], as `fused_cross_entropy.vocabulary_losses`; may overwrite the logits with their gradient."""
+    results_2C = torch.empty(2, len(logits_CV))
+    bias = None if bias_V is None else bias_V.float()
+    _call("cross_entropy", logits_CV, *logits_CV.shape, logits_CV, bias, labels_C, int(needs_gradient), *results_2C)
+    return results_2C.sum(1)
+
+
 def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *tensors: Tensor) -> None:
     """Update an embedding table as torch's fused AdamW does; a row that never had a gradient only decays.
 

@@ -128,14 +128,7 @@ template <class E> struct Tile {
 
 // Replaces a row of scores by their softmax, with dropout; returns their log-sum-exp.
 static inline float softmax(float *x, long columns, long start, float scale, const Dropout &dropout, bool has_dropout) {
-    Vector highest = *(const Vector *)x;
-    for (long l = LANES; l < columns; l += LANES) {
-        Vector next = *(const Vector *)(x + l);
-        highest = next > highest ? next : highest;
-    }
-    float max_score = -INFINITY, total = 0;
-    for (long v = 0; v < LANES; v++) max_score = std::max(max_score, highest[v]);
-    max_score *= scale;
+    float max_score = row_max(x, columns) * scale, total = 0;
 #pragma omp simd reduction(+ : total)
     for (long l = 0; l < columns; l++) {
         x[l] = exponential(x[l] * scale - max_score);

@@ -71,28 +71,45 @@ static inline float exponential(float x) { // exp(x) with a relative error below
     return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
 }
 
+// Operands of products consist of units of 32 bits along the summed axis: an fp32 value or, where the CPU multiplies bf16,
+// a pair of bf16 values, the first in the lower half.
+template <class E> constexpr long UNIT = 1;
+#ifdef __AVX512BF16__
+template <> constexpr long UNIT<bf16> = 2;
+typedef int64_t Half __attribute__((vector_size(32), aligned(2), may_alias)); // 16 bf16 values
+static const __m512i INTERLEAVED = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                                    5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+#endif
+
 template <class E> static inline void load_row(const E *from, long width, float *to) {
 #pragma omp simd
     for (long j = 0; j < width; j++) to[j] = load(from[j]);
 }
 template <class E> static inline void store_row(const float *from, long width, E *to) {
+    long start = 0;
+#ifdef __AVX512BF16__
+    if constexpr (UNIT<E> == 2)
+        for (; start + 16 <= width; start += 16)
+            *(Half *)(to + start) = (Half)_mm512_cvtneps_pbh(*(const __m512_u *)(from + start));
+#endif
 #pragma omp simd
-    for (long j = 0; j < width; j++) store(to[j], from[j]);
+    for (long j = start; j < width; j++) store(to[j], from[j]);
 }
 static inline void add_row(const float *from, long width, float *to) {
 #pragma omp simd
     for (long j = 0; j < width; j++) to[j] += from[j];
 }
 
-// Operands of products consist of units of 32 bits along the summed axis: an fp32 value or, where the CPU multiplies bf16,
-// a pair of bf16 values, the first in the lower half.
-template <class E> constexpr long UNIT = 1;
-#ifdef __AVX512BF16__
-template <> constexpr long UNIT<bf16> = 2;
-typedef int64_t Half __attribute__((vector_size(32), aligned(4), may_alias)); // 16 bf16 values
-static const __m512i INTERLEAVED = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                                    5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-#endif
+static inline float row_max(const float *x, long width) { // `width` is a multiple of 16
+    Vector highest = *(const Vector *)x;
+    for (long j = LANES; j < width; j += LANES) {
+        Vector next = *(const Vector *)(x + j);
+        highest = next > highest ? next : highest;
+    }
+    float highest_entry = -INFINITY;
+    for (long v = 0; v < LANES; v++) highest_entry = std::max(highest_entry, highest[v]);
+    return highest_entry;
+}
 
 template <class E> static inline Vector multiply_add(Vector sum, float a, Vector b) { // a and b are units
 #ifdef __AVX512BF16__
@@ -101,13 +118,10 @@ template <class E> static inline Vector multiply_add(Vector sum, float a, Vector
     return sum + a * b;
 }
 
-// Sets `to` to the units of x [rows, columns] along its columns: [rows, columns / UNIT]; `columns` is a multiple of 16.
+// Sets `to` to the units of x [rows, columns] along its columns: [rows, columns / UNIT].
 template <class E> static void pack_rows(const float *x, long rows, long columns, float *to) {
     if constexpr (UNIT<E> == 1) std::copy(x, x + rows * columns, to);
-#ifdef __AVX512BF16__
-    else
-        for (long j = 0; j < rows * columns; j += 16) *(Half *)(to + j / 2) = (Half)_mm512_cvtneps_pbh(*(const __m512_u *)(x + j));
-#endif
+    else store_row(x, rows * columns, (E *)to);
 }
 
 // Sets `to` to the units of x [rows, columns] along its rows: [rows / UNIT, columns]; `rows` is a multiple of UNIT.
