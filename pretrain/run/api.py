@@ -26,7 +26,7 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     """Turn raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
 
     Args:
-        config: YAML file, name of an example, nested dict or `PretrainConfig`; paths start at the working directory.
+        config: YAML file, example name, nested dict or `PretrainConfig`. Paths are relative to the working directory.
         overrides: settings by dotted key, such as {"corpus.processes": 2}; or strings `key.path=value`.
         start_from: checkpoint whose tokenizer is used: folder or address (object store URL) of a released model, an
             export or a run, the name of a run in runs/, or a result of `train` or `export`; overrides the config.
