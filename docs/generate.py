@@ -298,7 +298,7 @@ def _type_name(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {_type_name(inner[0])}"
     if origin is dict or annotation is dict:
-        return "section of names and values"
+        return "mapping"
     return getattr(annotation, "__name__", str(annotation))
 
 

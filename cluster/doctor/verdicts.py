@@ -22,7 +22,7 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
     """Return a row for each version, with a warning or failure for a library that is missing."""
     advice = "Install the packages that requirements.lock lists."
     if program() == LAUNCHER:
-        advice = f"Run {LAUNCHER} doctor, which sets up .venv; if there is one already, remove it and run it again."
+        advice = f"Remove .venv if it exists, then run {LAUNCHER} doctor, which sets it up."
     rows = []
     for name, version in versions.items():
         if name == "Python":
@@ -46,7 +46,7 @@ def judge_cores(cores: int, busy: float) -> Finding:
 def judge_memory(total: int, free: int) -> Finding:
     """Return the row of the memory; `total` and `free` are in bytes."""
     mark = mark_if_low(free, 4 * GIB, GIB)
-    advice = "Less than 4 GiB is too little even for a small model; close other programs."
+    advice = "Even a small model needs 4 GiB; close other programs."
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
@@ -75,9 +75,9 @@ def judge_compiler(compiler: str, header: str, error: str) -> Finding:
 
 
 def judge_gpus(device_files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
-    """Return the row of the GPUs: torch sees `count` of the `device_files`; `visible` is CUDA_VISIBLE_DEVICES."""
+    """Return the row of the GPUs; torch can use `count` of `device_files`. `visible` is CUDA_VISIBLE_DEVICES."""
     if count and versions["NCCL"] == NONE:
-        return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a torch with NCCL.")
+        return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a build of torch with NCCL.")
     if count:
         return Finding("GPUs", str(count))
     if not device_files:
@@ -97,7 +97,7 @@ def judge_gpus(device_files: int, count: int, versions: Mapping[str, str], visib
 def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> Finding:
     """Return the row of a device's matrix products, in FLOP/s."""
     rates = f"{bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
-    advice = "fp32 is faster than bf16 here: engine.precision: auto trains in fp32; do not set bf16 in the config."
+    advice = "fp32 is faster than bf16 on this device, so engine.precision: auto trains in fp32. Do not set bf16."
     return Finding("matmul", f"{rates} ({device})", WARN if prefers_fp32 else PASS, advice)
 
 

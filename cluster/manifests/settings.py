@@ -27,47 +27,47 @@ class ManifestSettings(Section):
 
 
 class KubeRaySettings(ManifestSettings):
-    """Where and how a run is placed on Kubernetes. Whatever else a site needs goes into a copy of the template."""
+    """Settings of a run on Kubernetes. To change anything else, edit a copy of the template."""
 
     kind: Literal["RayJob", "RayCluster"] = Field(
         default="RayJob", description="RayJob runs the config and cleans up; RayCluster waits for `submit`."
     )
     image: str = Field(
-        default="bertrain:latest", pattern=_IMAGE, description="Image, built from cluster/manifests/Containerfile."
+        default="bertrain:latest", pattern=_IMAGE, description="Container image (cluster/manifests/Containerfile)."
     )
     namespace: _ObjectName = Field(default="default", description="Namespace of all objects in the manifest.")
     storage: LocalPath = Field(
-        default="/shared", pattern=r"^/[^:]*$", description="Mount path of the claim; the run's working directory."
+        default="/shared", pattern=r"^/[^:]*$", description="Mount path of the volume; the working directory."
     )
-    storage_claim: _ObjectName = Field(default="bertrain", description="ReadWriteMany PersistentVolumeClaim of pods.")
+    storage_claim: _ObjectName = Field(default="bertrain", description="ReadWriteMany PersistentVolumeClaim to mount.")
     memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory per worker, including shared memory.")
     queue: str = Field(
-        default="", pattern=_OBJECT, description="Kueue's LocalQueue, where the run waits for all pods; empty: none."
+        default="", pattern=_OBJECT, description="Kueue LocalQueue; the run waits in it until all pods can start."
     )
 
 
 class SlurmSettings(ManifestSettings):
-    """Where and how a run is placed on SLURM."""
+    """Settings of a run on SLURM."""
 
     partition: str = Field(default="", pattern=_WORD, description="Partition; empty uses SLURM's default.")
     account: str = Field(default="", pattern=_WORD, description="Account to charge; empty uses your default.")
     qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty uses the default.")
     constraint: str = Field(
-        default="", pattern=_CONSTRAINT, description="Features of the nodes: h100, h100|a100 or [rack1|rack2]."
+        default="", pattern=_CONSTRAINT, description="Required node features: h100, h100|a100 or [rack1|rack2]."
     )
     time_limit: str = Field(
-        default="24:00:00", pattern=_TIME, description="As for sbatch --time. The run saves and requeues before that."
+        default="24:00:00", pattern=_TIME, description="As for sbatch --time. Before it, the run saves and requeues."
     )
     storage: LocalPath = Field(
-        default=".", description="Working directory, shared by all nodes. A dot: where sbatch is called."
+        default=".", description="Working directory, shared by all nodes; . is the folder in which sbatch is called."
     )
     srun_options: tuple[Annotated[str, Field(pattern=r"^--[a-z]")], ...] = Field(
-        default=(), description="Options of srun: --container-image=x.sqsh. Containers need `storage` at the same path."
+        default=(), description="srun options: --container-image=x.sqsh. Containers need `storage` at the same path."
     )
     environment: str = Field(
         default="source .venv/bin/activate",
         json_schema_extra=ALLOW_TABS_AND_NEWLINES,
-        description="Shell lines that put this project's python on the path, executed unchanged.",
+        description="Shell lines, executed by the job script, that put bertrain's python on PATH.",
     )
 
     @field_validator("time_limit", mode="before")

@@ -126,14 +126,14 @@ class Predictor:
                     check_id(_id_entry(record).get("id"), location)
                     waiting.append(self.task.example(record, location))
                     records.append(record)
-                ready, waiting = self.task.with_context(waiting, ended=False)
+                ready, waiting = self.task.with_context(waiting, is_end_of_input=False)
                 if ready:
                     yield records[: len(ready)], ready
                 records = records[len(ready) :]
         except Exception as caught:
             error = caught
         if waiting:
-            yield records, self.task.with_context(waiting, ended=True)[0]
+            yield records, self.task.with_context(waiting, is_end_of_input=True)[0]
         if error is not None:
             raise error
 

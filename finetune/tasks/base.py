@@ -135,11 +135,11 @@ class Task(ABC, Generic[E]):
     def example(self, record: Mapping[str, Any] | str, where: str) -> E:
         """Return an unlabeled example from a JSON object or plain text; `where` is its location, for messages."""
 
-    def with_context(self, examples: Sequence[E], *, ended: bool) -> tuple[list[E], list[E]]:
-        """Give unlabeled examples, in document order, their neighbors as context if the task uses context.
+    def with_context(self, examples: Sequence[E], *, is_end_of_input: bool) -> tuple[list[E], list[E]]:
+        """Give unlabeled examples, in document order, the adjacent examples as context if the task uses context.
 
         Returns:
-            (complete examples, examples that wait for more context). With `ended` (no more input), all are complete.
+            (complete examples, examples that wait for more context). With `is_end_of_input`, all are complete.
         """
         return list(examples), []
 

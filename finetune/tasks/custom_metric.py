@@ -17,19 +17,19 @@ class KIND:
 
     @staticmethod
     def check(function: Any, name: str) -> None:
-        """Raise `InputError` unless `function` can be called as f(true, predicted)."""
+        """Raise `InputError` unless `function`, called `name` in the config, can be called as f(true, predicted)."""
         try:
             inspect.signature(function).bind(None, None)
         except (TypeError, ValueError):
             signature = f"{name.rpartition(':')[2]}(true, predicted) -> float"
-            raise InputError(f"{name}: cannot take two arguments. A metric is a function {signature}.") from None
+            raise InputError(f"{name}: cannot be called with two arguments. Define it as {signature}.") from None
 
 
 def metric_error(setting: str, built_in: Iterable[str]) -> str:
     """Return why `setting` is neither one of the `built_in` metrics nor a custom function; "" if it is valid."""
     if is_custom(setting):
         is_valid = re.fullmatch(r"[\w.]+:\w+", setting)
-        return "" if is_valid else f"{setting!r} does not name a custom function, such as my_package.scores:name"
+        return "" if is_valid else f"{setting!r} is not of the form module:function, such as my_package.scores:name"
     return not_one_of(setting, built_in) if setting and setting not in built_in else ""
 
 
@@ -39,5 +39,5 @@ def metric_name(setting: str) -> str:
 
 
 def custom_score(setting: str, true: Any, predicted: Any) -> dict[str, float]:
-    """Return {name: value} of the custom metric, {} for a built-in one. Raises the errors of `load_custom`."""
+    """Return {name: value} if `setting` is a custom metric, {} if it is built-in. Raises what `load_custom` raises."""
     return {metric_name(setting): float(load_custom(setting)(true, predicted))} if ":" in setting else {}

@@ -73,21 +73,21 @@ class TrainingConfig(Section):
     preset: Literal["auto", "devlin", "stable", "small-bert"] = Field(
         default="auto",
         description="Source of missing values: auto chooses learning rate and epochs by hidden size and number of "
-        "examples; the others are published recipes for thousands of examples (devlin), few examples (stable), and "
-        "models smaller than BERT-Base (small-bert).",
+        "examples; the others are published recipes: devlin for thousands of examples, stable for few examples, "
+        "small-bert for models smaller than BERT-Base.",
     )
     examples_per_step: int = Field(
         default=0,
         ge=0,
-        description="Examples per optimizer step over all workers; for entities and questions, windows.",
+        description="Examples (entities, questions: windows) per optimizer step over all workers; 0: the preset's.",
     )
     learning_rate: float = Field(
-        default=0.0, ge=0, description="Peak learning rate; 0: set by the preset (auto: by the hidden size)."
+        default=0.0, ge=0, description="Peak learning rate; 0: the preset's (auto: by hidden size)."
     )
     epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Passes over the training set; 0: set by the preset (auto: by the number of examples).",
+        description="Passes over the training set; 0: the preset's (auto: by number of examples).",
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(
@@ -106,8 +106,8 @@ class TrainingConfig(Section):
     patience: int = Field(
         default=0,
         ge=0,
-        description="Stop after this number of successive evaluations without a better score, or an equal one with a "
-        "lower held-out loss; 0: never stop early.",
+        description="Stop after this many successive evaluations without improvement: a better score, or the same "
+        "score with a lower held-out loss. 0: never stop early.",
     )
 
     @model_validator(mode="before")
@@ -137,7 +137,7 @@ class _BaseConfig(RunConfig):
         "sets it, too.",
     )
     random_weights: bool = Field(
-        default=False, description="Use only shape and tokenizer of start_from; weights are initialized at random."
+        default=False, description="Use only the architecture and tokenizer of start_from, with random weights."
     )
     max_length: int = Field(
         default=128,

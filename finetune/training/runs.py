@@ -106,7 +106,7 @@ def plan(config: FinetuneConfig, in_process: bool) -> FinetunePlan:
     """
     if not config.start_from:
         raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
-    launch.check_start(config, in_process)
+    launch.check_callbacks_and_workers(config, in_process)
     task = config.make_task()
     examples = task.training_set()
     held_out = task.read_held_out()

@@ -1,6 +1,6 @@
-"""Sums counts over all ranks, in the background, a step before the loss needs them (invariant 3 in docs/invariants.md).
+"""Sums counts over all ranks in a background thread, one step before the loss needs them.
 
-Every rank counts only its sequences. Counts are integers, so their sums do not depend on the order of the ranks.
+Each rank counts only its sequences. Integer sums do not depend on the order of ranks (invariant 3, docs/invariants.md).
 """
 
 import queue
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts that normalize the losses of a step, for the sequences of one rank or of all."""
+    """Denominators of a step's mean losses, counted over the sequences of one rank or of all ranks."""
 
-    tokens: int
+    tokens: int  # number of tokens without padding
     masked: int  # number of tokens to predict
     labeled: int  # number of sentence pairs with an NSP or SOP label
 
@@ -25,8 +25,8 @@ class Counts:
 class AllRanks(Protocol):
     """All ranks of a run (`pretrain.training.engine.RankGroup`)."""
 
-    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """Return the sums of `sums` over all ranks, and the maximum of `largest`; every rank must call this."""
+    def sum_and_max(self, to_sum: list[int], to_maximize: int) -> tuple[list[int], int]:
+        """Return each of `to_sum` summed over all ranks, and the maximum of `to_maximize`; all ranks must call it."""
         ...
 
 
@@ -47,21 +47,21 @@ class Exchange:
         """Request an exchange; return a future of the result of `finish(summed counts, maximum of micro_batches)`."""
         future: Future[T] = Future()
 
-        def exchange() -> None:
+        def request() -> None:
             try:
-                sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), micro_batches)
-                future.set_result(finish(Counts(*sums), largest))
-            except BaseException as error:  # any exception is raised again in the thread that waits for the future
+                sums, max_micro_batches = self._ranks.sum_and_max(list(astuple(counts)), micro_batches)
+                future.set_result(finish(Counts(*sums), max_micro_batches))
+            except BaseException as error:  # raised again in the thread that waits for the future
                 future.set_exception(error)
 
-        self._requests.put(exchange)
+        self._requests.put(request)
         return future
 
-    def close(self, seconds: float = 2.0) -> None:
-        """Stop the thread after the exchanges requested so far; wait for it at most `seconds`."""
+    def close(self, timeout: float = 2.0) -> None:
+        """Stop the thread after the exchanges requested so far; wait at most `timeout` seconds for it."""
         self._requests.put(None)
-        self.thread.join(seconds)
+        self.thread.join(timeout)
 
     def _run(self) -> None:
-        while (exchange := self._requests.get()) is not None:
-            exchange()
+        while (request := self._requests.get()) is not None:
+            request()

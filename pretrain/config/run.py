@@ -137,7 +137,7 @@ def _check_callback(entry: Any) -> Any:
 class RunConfig(Section):
     """Settings that pretraining and fine-tuning runs share."""
 
-    name: str = Field(description="Name of the run: 1 to 63 of A-Z, a-z, 0-9 and . _ -, first a letter or digit.")
+    name: str = Field(description="Run name: up to 63 ASCII letters, digits, '.', '_', '-'; first a letter or digit.")
     run_dir: WritableLocation = Field(
         default="",
         description="Run folder, or an address such as s3://bucket/runs/mini: the run then trains in a local folder, "

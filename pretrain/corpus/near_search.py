@@ -1,4 +1,4 @@
-"""The stage of `prepare` that finds near-duplicates, after all documents are read: one or more calls for each band."""
+"""The stage of `prepare` that searches all documents for near-duplicates, with `filters.near_duplicates`."""
 
 from pathlib import Path
 
@@ -17,28 +17,28 @@ from pretrain.corpus.parallel import Pool
 from pretrain.corpus.stage_bar import StageBar
 
 _RESULT = "near_duplicates.hashes"  # file in the work folder
-_KEY_BYTES = 8  # bytes per document and band, for the progress bar
+_KEY_BYTES = 8  # size of a document's key in one band, for the progress bar
 
 
 def find_near_duplicates(
     pool: Pool, work_dir: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
 ) -> None:
-    """Compare the documents whose sketches are in `work_dir`, if the search is enabled and not done yet."""
+    """Compare the sketches in `work_dir`, unless this is disabled or done. `precedence` decides what is kept."""
     result = work_dir / _RESULT
     if not settings.enabled or result.exists():
         return
-    documents = int(SketchFiles(work_dir).file_starts[-1])
-    if not documents:  # `Documents.load` reports this error
+    document_count = int(SketchFiles(work_dir).file_starts[-1])
+    if not document_count:  # `Documents.load` reports this error
         return
-    share_count = -(-documents // MAX_DOCUMENTS)
+    partition_count = -(-document_count // MAX_DOCUMENTS)
     calls = [
-        (f"pairs-{band:04d}-{share:04d}-{share_count:04d}.npy", band, share, share_count, precedence)
+        (f"pairs-{band:04d}-{partition:04d}-{partition_count:04d}.npy", band, partition, partition_count, precedence)
         for band in range(BANDS)
-        for share in range(share_count)
+        for partition in range(partition_count)
     ]
-    with bar.stage("finding near-duplicates", _KEY_BYTES * documents * BANDS) as advance:
+    with bar.stage("finding near-duplicates", _KEY_BYTES * document_count * BANDS) as advance:
         for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work_dir / name).exists() or None):
-            advance(_KEY_BYTES * documents // share_count)
+            advance(_KEY_BYTES * document_count // partition_count)
     merge_pairs([work_dir / name for name, *_ in calls], work_dir, BANDS * ROWS, result, precedence)
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in vocabularies that `prepare` trains
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # names in the vocabularies that `prepare` trains
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 _REQUIRED = ("pad", "cls", "sep", "mask")
 # Role -> names in the tokenizers of BERT, RoBERTa, EuroBERT and Gemma.
@@ -26,9 +26,9 @@ _ALTERNATIVE_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # role -> alternat
 def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
-    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one at each end. For other
-    roles, it is the token that `declared` (tokenizer_config.json) names or, failing that, the entry with the first
-    known name.
+    If the tokenizer adds one token before a string and one after it, these are cls and sep. In all other cases, the
+    token of a role is the one that `declared`, the content of tokenizer_config.json, names or, failing that, the first
+    of the role's known names that is in the vocabulary.
     """
     ids = _surrounding_ids(tokenizer)
     for role in ROLES:
@@ -50,7 +50,7 @@ def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
     missing = [role for role in _REQUIRED if role not in ids]
     if missing:
         raise InputError(
-            f"{where}: has no {missing[0]} token under a known name, which pretraining needs. Name it as "
+            f"{where}: has no {missing[0]} token with a known name; pretraining needs one. Name it as "
             f"{missing[0]}_token in the tokenizer_config.json beside tokenizer.json."
         )
 
@@ -58,7 +58,7 @@ def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
 def declared_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json in `folder`, and add the special tokens that only special_tokens_map.json names.
 
-    Returns {} if neither file exists. Raises `InputError` if one is damaged.
+    Returns {} if neither file exists. Raises `InputError` if one cannot be read.
     """
     values: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -66,15 +66,15 @@ def declared_settings(folder: Path) -> dict[str, Any]:
         if not path.is_file():
             continue
         try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-            values |= {key: value for key, value in read.items() if value is not None}
+            content = json.loads(path.read_text(encoding="utf-8"))
+            values |= {key: value for key, value in content.items() if value is not None}
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise InputError(f"{path}: cannot be read ({error}). Download it again.") from None
     return values
 
 
 def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the tokens that the tokenizer adds around a string, as cls and sep; {} unless it adds two."""
+    """Return the ids of cls and sep if the tokenizer adds one token before and one after a string; otherwise {}."""
     text = "a"
     plain, ids = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
     return {"cls": ids[0], "sep": ids[-1]} if plain == ids[1:-1] and len(ids) == len(plain) + 2 else {}

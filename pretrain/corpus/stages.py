@@ -364,11 +364,13 @@ def _load_documents(name: str, bits: np.ndarray) -> Part:
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
-def find_pairs(name: str, band: int, share: int, share_count: int, precedence: near_duplicates.Precedence) -> None:
+def find_pairs(
+    name: str, band: int, partition: int, partition_count: int, precedence: near_duplicates.Precedence
+) -> None:
     """Call `near_duplicates.find_pairs`; write the result to the file `name` in the work folder."""
     state = _state()
-    threshold = state.settings.filters.near_duplicates.threshold
-    near_duplicates.find_pairs(state.work_dir, state.work_dir / name, band, share, share_count, threshold, precedence)
+    out, threshold = state.work_dir / name, state.settings.filters.near_duplicates.threshold
+    near_duplicates.find_pairs(state.work_dir, out, band, partition, partition_count, threshold, precedence)
 
 
 def hash_files(paths: Sequence[str]) -> list[str]:

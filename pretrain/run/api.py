@@ -1,4 +1,4 @@
-"""Prepare a corpus, train on it, export the model: the functions of `import pretrain`, which the commands call."""
+"""The functions of `import pretrain`, which the commands call: prepare a corpus, train on it, export the model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     """Turn raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
 
     Args:
-        config: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths start at the
-            working directory.
+        config: YAML file, example name, nested dict or `PretrainConfig`. Paths are relative to the working directory.
         overrides: settings by dotted key, such as {"corpus.processes": 2}; or strings `key.path=value`.
         start_from: checkpoint whose tokenizer is used: folder or address (object store URL) of a released model, an
-            export or a run, the name of a run in runs/, or a result of `train` or `export`; overrides the config's.
+            export or a run, the name of a run in runs/, or a result of `train` or `export`; overrides the config.
 
     Raises a `RunError`: `InputError` for errors in the config or the sources, `MachineError` for a full disk or a
     killed process, `StoppedError` after Ctrl-C.
@@ -40,7 +39,8 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     from pretrain.planning.text import reading_counter
 
     resolved = read_config(config, overrides, start_from=start_from)
-    summary = prepare.prepare(resolved, **start_tokenizer_options(resolved), count_readings=reading_counter(resolved))
+    count_readings = reading_counter(resolved)  # counts, for the corpus card, how often an epoch reads each token
+    summary = prepare.prepare(resolved, **start_tokenizer_options(resolved), count_readings=count_readings)
     return SavedOutput(resolved.corpus.folder, resolved.corpus.dir, "\n".join([summary, *_describe_lengths(resolved)]))
 
 
@@ -62,16 +62,16 @@ def train(
 
     Args:
         config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
-        fork_from: "RUN@STEP", a checkpoint of another run to start from; overrides the config's.
+        fork_from: checkpoint of another run to start from, as "RUN@STEP"; overrides the config.
         resume: continue the run from its latest checkpoint, if there is one.
-        minutes: train for about this many minutes on this machine: time a few steps first, then scale all phases.
+        minutes: train for about this long on this machine: a few steps are timed first, then all phases are scaled.
         ray: use Ray even for one worker on this machine.
         no_ray: train in this process.
-        callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end,
-            called in addition to the callbacks of the config. Other processes get copies.
+        callbacks: functions f(hook, record), and objects with methods step_end, evaluation, checkpoint and run_end,
+            each with the argument record; called in addition to the config's callbacks. Other processes get copies.
 
     Raises a `RunError`: `InputError` for errors in the config or the corpus, or if the run was started before and
-    `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, from which `resume` continues.
+    `resume` is off; `MachineError`; `DivergedError`; `StoppedError` if the run was stopped (`resume` continues it).
     """
     from pretrain.run.fork import start_fork, undo_fork_if_refused
 
@@ -82,7 +82,7 @@ def train(
     resume = resume or starts_fork
 
     @contextlib.contextmanager
-    def background(config: PretrainConfig) -> Iterator[None]:
+    def training_context(config: PretrainConfig) -> Iterator[None]:
         with undo_fork_if_refused(config) if starts_fork else contextlib.nullcontext(), probes.probing(config):
             yield
 
@@ -92,7 +92,7 @@ def train(
         is_finished=preflight.is_finished,
         find_changed=changed_for_resume,
         metrics=make_objective(resolved).metrics,
-        background=background,
+        training_context=training_context,
         callbacks=tuple(callbacks),
     )
     old_config = launch.earlier_config(resolved, resume)
@@ -107,29 +107,29 @@ def export(
     averaged: bool = False,
     average: Sequence[Any] = (),
 ) -> SavedOutput:
-    """Write a run's checkpoint in the Hugging Face layout, or in bertrain's if no released layout fits the model.
+    """Export a run's checkpoint in the Hugging Face layout, or in bertrain's if transformers has no fitting class.
 
     Args:
         run: a result of `train`, a run folder, the name of a run in runs/, or an address.
-        folder: folder or address to write.
-        checkpoint: its name, or "best"; None for the latest.
-        averaged: write the mean of the last steps' weights (phases.N.averaged_share).
-        average: other runs of the same model, such as forks of one run; the mean of all their weights is written.
+        folder: folder or address to write to.
+        checkpoint: name of the checkpoint, or "best"; None for the latest.
+        averaged: export the mean of the weights of the run's last steps (phases.N.averaged_share).
+        average: other runs of the same model, such as forks of `run`; the mean of the weights of all runs is exported.
 
-    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or does not match.
+    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or of another run.
     """
     from pretrain.checkpoint import hf
     from pretrain.storage.runs import StoredRun
 
     path, target = run_path(run), target_path(str(folder))
-    address, out = display_path(path), local_path(target)
-    if checkpoint and is_remote(address):
-        stored = StoredRun(address, path)
+    run_address, out = display_path(path), local_path(target)
+    if checkpoint and is_remote(run_address):
+        stored = StoredRun(run_address, path)
         stored.download_checkpoints(stored.names())
     unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(other) for other in average])
     if is_remote(target):
-        for part in make_objective(config_of(path)).exported:
-            store_target(f"{target}{part.suffix}")
+        for model in make_objective(config_of(path)).exported:
+            store_target(f"{target}{model.suffix}")
     if unsupported:
         usage = f"written for bertrain's own commands. transformers cannot load it ({unsupported})."
     else:
@@ -137,7 +137,7 @@ def export(
     return SavedOutput(out, target, f"{target}: {usage}")
 
 
-# ---------------------------------------------------------------- parts that a dry run also needs
+# ---------------------------------------------------------------- functions that a dry run also calls
 
 
 def read_config(
@@ -165,7 +165,7 @@ def read_config(
 
 
 def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
-    """Return the options of `prepare.prepare` that `start_from` determines: tokenizer and the settings it declares."""
+    """Return the options of `prepare.prepare` that `start_from` determines: its tokenizer and tokenizer_config.json."""
     if not config.start_from:
         return {}
     from pretrain.checkpoint.start import start_tokenizer
@@ -178,7 +178,7 @@ def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
-    """Return the config with as many steps as this machine takes in `minutes`; a resumed run keeps its steps."""
+    """Return the config with as many steps as this machine can do in `minutes`; a resumed run keeps its number."""
     from pretrain.planning import pace
     from pretrain.planning.text import mean_lengths
 
@@ -212,24 +212,24 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
     from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
-    launch.check_start(config, in_process)
+    launch.check_callbacks_and_workers(config, in_process)
     check_names(config.model)
     fetch_corpus(config.corpus)
     if is_streamed(config.corpus):
         print(
             f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are cached here"
         )
-    reads_start = config.start_from and not (resume and used_start_from(config.folder))
-    if reads_start:
+    loads_start = config.start_from and not (resume and used_start_from(config.folder))
+    if loads_start:
         from pretrain.checkpoint.start import check_start_corpus, start_table
 
         check_start_corpus(config)
     preflight.check_corpus(config)
-    if (objective := make_objective(config)).frozen_role:
+    if (objective := make_objective(config)).frozen_role:  # it reads a frozen model, such as a teacher
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)
     probes.check(config)
-    if reads_start:
+    if loads_start:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
     return config.total_steps

@@ -39,7 +39,7 @@ class RunKind(Generic[R]):
     find_changed: Callable[[R, R, int], list[str]]  # returns changed settings; see `preflight.checked_run_folder`
     metrics: Mapping[str, Metric]  # fields of the training records, for the progress line
     # Returns a context manager around the training; on exit it may wait, if the training has finished.
-    background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    training_context: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
 
 
@@ -77,7 +77,7 @@ def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool
             with (
                 _recording_end(config.folder),
                 live.follow(config.folder, steps, metrics=kind.metrics),
-                kind.background(config),
+                kind.training_context(config),
             ):
                 _train(kind, config, resume, in_process=in_process, ray=ray)
         return True
@@ -90,7 +90,7 @@ def earlier_config(config: R, resume: bool) -> R | None:
     return preflight.recorded_config(config) if resume and not is_follower() else None
 
 
-def check_start(config: RunConfig, in_process: bool) -> None:
+def check_callbacks_and_workers(config: RunConfig, in_process: bool) -> None:
     """Check the options of callbacks, and whether the workers fit on this machine.
 
     Clusters are checked when the run starts. Raises `InputError` for callbacks, `MachineError` for workers.

@@ -208,8 +208,8 @@ class Together:
         self._barrier = threading.Barrier(world_size)
         self._given: list[tuple[list[int], int]] = []
 
-    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        self._given.append((sums, largest))
+    def sum_and_max(self, to_sum: list[int], to_maximize: int) -> tuple[list[int], int]:
+        self._given.append((to_sum, to_maximize))
         self._barrier.wait(60)
         result = [sum(values) for values in zip(*(sums for sums, _ in self._given), strict=True)]
         most = max(largest for _, largest in self._given)
@@ -260,7 +260,7 @@ def test_exchanged_counts_are_those_that_a_rank_finds_alone(shards: TokenShards,
 
 def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, small_parts: None) -> None:
     class Broken:
-        def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
+        def sum_and_max(self, to_sum: list[int], to_maximize: int) -> tuple[list[int], int]:
             raise RuntimeError("connection closed")
 
     loader = Loader(shards, config("tokens"), 0, rank=0, world_size=3, exchange=Exchange(Broken()))
@@ -271,7 +271,7 @@ def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, smal
 
 def exchange_on_this_rank() -> tuple[list[int], int]:
     group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
-    return group.sum_and_largest([10**15 + dist.get_rank(), 1], 5 - dist.get_rank())
+    return group.sum_and_max([10**15 + dist.get_rank(), 1], 5 - dist.get_rank())
 
 
 def test_processes_add_up_exactly(tmp_path: Path) -> None:

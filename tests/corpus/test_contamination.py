@@ -53,7 +53,7 @@ def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
     texts = [prose(1), f"{prose(2)} {spoken} {prose(3)}", QUESTION[: QUESTION.index(" form")], prose(50)]
     matches = find(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / name), columns=columns))
     assert matches.sets.tolist() == [-1, 0, 0, -1]
-    assert matches.words[1].startswith("IN,\n WHICH,")
+    assert matches.excerpts[1].startswith("IN,\n WHICH,")
 
 
 def _texts_in(path: Path, *columns: str) -> int:
@@ -95,7 +95,7 @@ def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> N
     ]
     matches = find(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / "a.txt")))
     assert matches.sets.tolist() == [-1, 0, 0, -1, -1]
-    assert matches.seen.tolist() == [0, 1]
+    assert matches.matched_examples.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -158,7 +158,7 @@ def test_the_first_set_and_the_first_place_are_named(tmp_path: Path) -> None:
     sets = [EvaluationSetConfig(path=str(tmp_path / name)) for name in ("a.txt", "b.txt.gz")]
     matches = find(tmp_path, [f"{QUESTION} {SHORT}", QUESTION], *sets)
     assert matches.sets.tolist() == [0, 1]
-    assert matches.words == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
+    assert matches.excerpts == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     rare = write(tmp_path / "b.txt", "".join(f"w{n} B-{'PER' if n % 40 else 'LOC'}\n\n" for n in range(80)))
     kept = Entities(EntitiesSettings(train=rare, dev_share=0.9)).read_train()
     assert {tag for each in kept for tag in each.tags or ()} == {"B-PER", "B-LOC"}
-    assert one.origin("dev") == "25% of the training set, by type"
+    assert one.origin("dev") == "25% of the training set, stratified by entity type"
     with pytest.raises(InputError, match=r"leaves the dev set empty\. Raise it"):
         Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
     with pytest.raises(ValueError, match="use one of the two"):

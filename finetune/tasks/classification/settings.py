@@ -29,21 +29,20 @@ class ClassificationSettings(Section):
     """Classification or regression of documents, or of pairs of documents."""
 
     glue: GlueName = Field(default="", description="Name of a GLUE task, with its official files, labels and scores.")
-    glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
+    glue_dir: LocalPath = Field(default="", description="For glue: folder with the official files (CoLA, ...).")
     dataset: LocalPath = Field(
         default="",
-        description="Hugging Face data set: hub name, or a folder of save_to_disk; train, dev and test are its splits.",
+        description="Hugging Face dataset: hub name, or folder from save_to_disk; train, dev and test name its splits.",
     )
-    subset: str = Field(default="", description="dataset: configuration name.")
-    revision: str = Field(default="", description="dataset: pinned commit, required for hub names.")
+    subset: str = Field(default="", description="For dataset: configuration name.")
+    revision: str = Field(default="", description="For dataset: pinned commit, required for hub names.")
     train: LocalPath = Field(
         default="",
         description="Training set: a .csv, .tsv, .jsonl, .json or .parquet file, also compressed (.gz, .bz2, .xz).",
     )
     dev: LocalPath = Field(default="", description="Labeled set used to select the best checkpoint.")
     test: LocalPath = Field(
-        default="",
-        description="Set to predict after training, and to score if labeled; not used for any selection.",
+        default="", description="Set to predict after training, and to score if labeled; not used for any selection."
     )
     dev_share: float = Field(
         default=0.0,
@@ -59,17 +58,17 @@ class ClassificationSettings(Section):
     format: Format = Field(default="", description="Format of the files; empty: determined by the suffix.")
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
-        default=True, description="csv, tsv: the first row has the column names; if false, columns are numbered from 0."
+        default=True, description="For csv, tsv: whether the first row has column names; if not, use indices from 0."
     )
     delimiter: str = Field(
         default="",
         json_schema_extra=ALLOW_TABS_AND_NEWLINES,
-        description="csv, tsv: column delimiter; empty: a comma in .csv, a tab in .tsv.",
+        description="For csv, tsv: column delimiter; empty: a comma in .csv, a tab in .tsv.",
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description='csv, tsv: standard (RFC 4180: "" escapes a quote), none (quotes are ordinary characters); auto: '
-        "standard in .csv, none in .tsv, where a cell that starts with a quote is then an error.",
+        description='For csv, tsv: standard (RFC 4180: "" escapes a quote) or none (quotes are ordinary characters). '
+        "auto: standard in .csv; none in .tsv, but a cell that starts with a quote is an error.",
     )
     text_column: str | int = Field(default="text", description="Name of the text column, or its index from 0.")
     pair_column: str | int = Field(
@@ -77,11 +76,11 @@ class ClassificationSettings(Section):
     )
     label_column: str | int = Field(default="label", description="Name of the label column, or its index from 0.")
     label_columns: tuple[str | int, ...] = Field(
-        default=(), description="multi_label: one column of 0 and 1 for each label, instead of label_column."
+        default=(), description="For multi_label: one column of 0 and 1 for each label, instead of label_column."
     )
     problem_type: ProblemType = Field(
         default="single_label",
-        description="Label of an example: one class, a set of labels, or a number (regression). glue determines it.",
+        description="Type of labels: one class, a set of labels, or a number (regression) per example. glue sets it.",
     )
     labels: tuple[str, ...] = Field(
         default=(),
@@ -90,27 +89,27 @@ class ClassificationSettings(Section):
     label_separator: str = Field(
         default="",
         json_schema_extra=ALLOW_TABS_AND_NEWLINES,
-        description="multi_label: separator between the labels in a cell; empty if cells are JSON lists.",
+        description="For multi_label: separator between the labels in a cell; empty if cells are JSON lists.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, float] = Field(
         default="none",
-        description="Weights in the training loss. single_label: balanced weights each class by examples / (classes "
-        "x examples of the class). Or weights by label, such as {fraud: 20}, 1 if not listed; for multi_label, they "
-        "are weights of positive examples (torch's pos_weight).",
+        description="Weights in the training loss. balanced, for single_label, weights each class by examples / "
+        "(classes x examples of the class). Or weights by label, such as {fraud: 20}; 1 if not listed; for "
+        "multi_label, they are weights of positive examples (torch's pos_weight).",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="single_label: probability that is moved from each training label and spread over all classes.",
+        description="For single_label: share of each label's probability to spread evenly over all classes.",
     )
     max_windows: int = Field(
         default=8,
         ge=1,
-        description="Maximum number of windows per training example, evenly spaced in it; predictions use all windows.",
+        description="Maximum windows per training example; longer ones use evenly spaced windows. Predictions use all.",
     )
     positive: str = Field(
-        default="", description="Positive class, if there are two classes, for f1. Empty: no f1, except for GLUE tasks."
+        default="", description="The positive one of two classes, for f1. Empty: no f1, except for GLUE tasks."
     )
     threshold: float = Field(
         default=0.0,

@@ -1,4 +1,4 @@
-"""Classification: a class, a set of labels or a value for each document or pair."""
+"""Classification and regression: a class, a set of labels or a value for each document or pair of documents."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class Classification(Task[Example]):
         # Minimum probability to predict a label (multi_label) or the positive class (two classes).
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem_type, state)
-        columns = self._source.tables.column_keys.items()
+        columns = self._source.tables.column_keys.items()  # `record` calls the label "gold"
         self.columns = {name.replace("label", "gold"): column for name, column in columns if isinstance(column, str)}
 
     # ------------------------------------------------------------ outputs
@@ -66,11 +66,11 @@ class Classification(Task[Example]):
 
     @property
     def takes_pairs(self) -> bool:
-        """True if an example is a pair."""
+        """True if each example is a pair of documents."""
         return self._source.tables.pair_column is not None
 
     def state(self) -> dict[str, Any]:
-        """Return the labels, their names in the files ("values"), the threshold, and each label's training examples."""
+        """Return the labels, their names in files ("values"), the threshold, and each label's number of examples."""
         return {
             "labels": list(self.labels),
             "values": list(self._source.names),
@@ -80,7 +80,7 @@ class Classification(Task[Example]):
 
     def set_threshold(self, value: float) -> None:
         if self.problem_type != "multi_label" and not self._decoder().has_positive:
-            super().set_threshold(value)
+            super().set_threshold(value)  # raises `InputError`
         if not 0 < value < 1:
             raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
         self.threshold = value
@@ -119,7 +119,7 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """Return {"id", "text", "pair", "gold": label name, list of names or value}, without missing entries."""
+        """Return {"id", "text", "pair", "gold": label, list of labels or value}, without the entries that are None."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}
@@ -133,7 +133,7 @@ class Classification(Task[Example]):
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """Return one prediction per example (LabelDecoder.decode) from its windows' logits, float32 [F, C]."""
+        """Return one prediction per example (see `LabelDecoder.decode`) from the logits, float32 [windows, C]."""
         return self._decoder().decode(_mean_logits(windows, logits)) if len(windows) else []
 
     @property
@@ -141,9 +141,9 @@ class Classification(Task[Example]):
         return self.problem_type == "multi_label" and not self.settings.threshold
 
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
-        """For multi_label, choose the threshold, common to all labels, with the best `metric` on these examples.
+        """For multi_label, choose one threshold for all labels: the one with the best `metric` on these examples.
 
-        A custom metric is replaced by micro F1; of equal thresholds, the one nearest to 0.5 is chosen.
+        A custom metric is replaced by micro F1; if several thresholds score equally, the one nearest to 0.5 is chosen.
         """
         if not self.tunes or not examples:
             return
@@ -152,20 +152,20 @@ class Classification(Task[Example]):
         self.threshold = self._decoder().best_threshold(self._true_labels(examples), predictions, metric)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the official scores of a GLUE task, or else all scores of the problem type; {} without labels.
+        """Return the official scores of a GLUE task, otherwise all scores of the problem type; {} without labels.
 
-        Only labeled examples count. Sets of labels are predicted with the current threshold.
+        Unlabeled examples are ignored. Sets of labels are predicted with the current threshold.
         """
         if not self.is_labeled(examples):
             return {}
-        true, predictions = self._labeled(examples, predictions)
+        true, predictions = self._true_and_predicted(examples, predictions)
         predicted = self._decoder().to_array(predictions)
         scores = self._decoder().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
         return scores | custom_score(self.settings.metric, true, predicted)
 
     def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
-        true, predictions = self._labeled(examples, predictions)
+        true, predictions = self._true_and_predicted(examples, predictions)
         has_probabilities = self.labels and predictions
         return metrics.calibration(self._decoder().probabilities(predictions), true) if has_probabilities else {}
 
@@ -175,15 +175,15 @@ class Classification(Task[Example]):
     def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
         if ":" in self.settings.metric:  # a custom function may be slow
             return None
-        decoder, (true, predictions) = self._decoder(), self._labeled(examples, predictions)
+        decoder, (true, predictions) = self._decoder(), self._true_and_predicted(examples, predictions)
         predicted = decoder.to_array(predictions)
         return bootstrap(lambda rows: decoder.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return precision, recall and F1 of each class; for single_label also the confusion counts."""
+        """Return precision, recall and F1 of each class, for single_label also the confusion matrix; or mean errors."""
         if not self.is_labeled(examples):
             return {}
-        return self._decoder().details(*self._labeled(examples, predictions))
+        return self._decoder().details(*self._true_and_predicted(examples, predictions))
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
@@ -195,7 +195,7 @@ class Classification(Task[Example]):
     def _decoder(self) -> LabelDecoder:
         return LabelDecoder(self.problem_type, self.labels, self.positive, self.threshold)
 
-    def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+    def _true_and_predicted(self, examples: Sequence[Example], predictions: Predictions) -> tuple[Any, Any]:
         """Return (true labels, predictions) of the labeled examples."""
         pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].label is not None]
         return self._true_labels([example for example, _ in pairs]), [prediction for _, prediction in pairs]
@@ -206,54 +206,55 @@ class Classification(Task[Example]):
     # ------------------------------------------------------------ windows
 
     def check(self, encoder: TextEncoder) -> None:
-        _overlap(encoder.capacity(pair=self.takes_pairs))
+        _overlap(encoder.capacity(pair=self.takes_pairs))  # raises `InputError`
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
-        example, framed = self._cut(examples, encoder, limited=training)
-        labels, weights = self._true_labels(examples), 1 / np.bincount(example, minlength=len(examples))[example]
-        weights_C = self._source.class_weights if training else np.ones(self.outputs)
+        example_indices, framed = self._cut(examples, encoder, training=training)
+        labels = self._true_labels(examples)
+        weights = 1 / np.bincount(example_indices, minlength=len(examples))[example_indices]
+        class_weights = self._source.class_weights if training else np.ones(self.outputs)
         if self.problem_type == "single_label":
-            weights *= weights_C[labels[example]]
-        labels = self._targets(labels, weights_C, self.settings.label_smoothing if training else 0.0)
+            weights *= class_weights[labels[example_indices]]
+        targets = self._targets(labels, class_weights, self.settings.label_smoothing if training else 0.0)
         return Windows(
             ids=framed.ids,
             types=framed.types,
             starts=framed.starts,
-            examples=example.astype(np.int64),
+            examples=example_indices.astype(np.int64),
             queries=framed.starts[:-1].astype(np.int64),
-            labels=labels[example],
+            labels=targets[example_indices],
             weights=weights.astype(np.float32),
             extra={},
         )
 
-    def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
+    def _targets(self, labels: np.ndarray, class_weights: np.ndarray, smoothing: float) -> np.ndarray:
         """Return the labels that `Objective` expects, weighted as in torch's CrossEntropyLoss and BCEWithLogitsLoss."""
         if self.problem_type == "multi_label":
-            return (labels * weights_C).astype(np.float32)
+            return (labels * class_weights).astype(np.float32)
         if self.problem_type == "regression" or not smoothing:
             return labels.astype(np.float32 if self.problem_type == "regression" else np.int64)
-        # Divided by the weight of the class, because that is already a factor of the example's weight.
-        smoothed_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        # Divide by the weight of the true class, because it is already a factor of the window's weight.
+        smoothed_NC = class_weights / class_weights[labels][:, None] * smoothing / self.outputs
         return ((1 - smoothing) * np.eye(self.outputs)[labels] + smoothed_NC).astype(np.float32)
 
     def _cut(
-        self, examples: Sequence[Example], encoder: TextEncoder, *, limited: bool
+        self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (index of each window's example, int64 [F]; windows), `limited` to `max_windows` of each or not."""
+        """Return (index of each window's example, windows); for training, at most `max_windows` of each example."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
             cut = slide(np.diff(first.starts), capacity, overlap)
-            example, start, length = self._limit_windows(cut, len(examples)) if limited else cut
-            return example, frame(encoder, _slices(first, example, start, length))
+            indices, starts, lengths = self._limit_windows(cut, len(examples)) if training else cut
+            return indices, frame(encoder, _slices(first, indices, starts, lengths))
         second = encoder.encode([example.pair or "" for example in examples])
         cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
-        example, *spans = self._limit_windows(cut, len(examples)) if limited else cut
-        return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
+        indices, *spans = self._limit_windows(cut, len(examples)) if training else cut
+        return indices, frame(encoder, _slices(first, indices, *spans[:2]), _slices(second, indices, *spans[2:]))
 
     def _limit_windows(self, cut: tuple[np.ndarray, ...], num_examples: int) -> tuple[np.ndarray, ...]:
-        """Keep at most `max_windows` windows of each example; `cut[0]` is the index of each window's example."""
+        """Select at most `max_windows` windows of each example; `cut` is a result of `slide` or `cut_pairs`."""
         limit = self.settings.max_windows
         counts = np.bincount(cut[0], minlength=num_examples)
         is_long = counts > limit
@@ -273,15 +274,15 @@ class Classification(Task[Example]):
 
 
 def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:
-    """Return the mean logits of each example's windows, float64 [N, C]."""
+    """Return the mean logits of each example's windows, float64 [examples, C]."""
     starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
     counts = np.diff(starts, append=len(windows))
     return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
-def _slices(texts: TokenizedTexts, index: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
-    """Return a slice for each window: `length` tokens from token `start` of the string with this `index`."""
-    return texts.ids, texts.starts[index] + start, length
+def _slices(texts: TokenizedTexts, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Slices:
+    """Return a slice for each window: `lengths[w]` tokens of string `indices[w]`, from its token `starts[w]` on."""
+    return texts.ids, texts.starts[indices] + starts, lengths
 
 
 def _overlap(capacity: int) -> int:

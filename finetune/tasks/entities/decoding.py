@@ -159,7 +159,7 @@ def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str
 
 
 def score(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, float]:
-    """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
+    """Return precision, recall and f1 (as conlleval), macro_f1, strict_* (seqeval's strict mode), and accuracy."""
     return _scores(*gold_and_predicted(types, examples, predictions))
 
 

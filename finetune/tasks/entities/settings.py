@@ -28,7 +28,7 @@ class EntitiesSettings(Section):
         default=0, description="Index of the word column, from 0; negative ones count from the last column."
     )
     label_column: int = Field(
-        default=-1, description="Index of the tag column, like token_column; a test file with one column has no tags."
+        default=-1, description="Index of the tag column, like token_column; a test file with one column is unlabeled."
     )
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
@@ -49,14 +49,14 @@ class EntitiesSettings(Section):
     )
     document_context: bool | int = Field(
         default=False,
-        description="Give the model adjacent sentences of the same document as context. true fills the window (BERT "
-        "paper); a number limits the tokens on each side (FLERT: 64). In columns, a document starts at -DOCSTART- or "
-        "`# newdoc`; without these, the file is one document. In records, adjacent ones with the same `document` form "
-        "one. Each sentence still has a separate window, so this costs time.",
+        description="Give the model adjacent sentences of the same document as context. true fills the window, as in "
+        "the BERT paper; a number limits the tokens on each side (64 in FLERT). In CoNLL files, documents start at "
+        "-DOCSTART- or `# newdoc`; without these, the file is one document. Adjacent records with the same `document` "
+        "form one. Each sentence still has a separate window, so runs take longer.",
     )
     tune_outside: bool = Field(
         default=False,
-        description="Subtract a penalty from the logits of O, from -1 to 4 nats, tuned for the best `metric` on the "
+        description="Subtract a penalty of -1 to 4 nats from the logits of O: the one with the best `metric` on the "
         "dev set. Finds more entities if they are rare. The dev score becomes slightly optimistic.",
     )
     metric: str = Field(

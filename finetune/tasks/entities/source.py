@@ -57,7 +57,7 @@ class SentenceSource:
         return self._cuts or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return {"types" in the order of the labels, "scheme" of the files, "word_cuts": `WordCuts.state()`}."""
+        """Return the "types" in the order of the labels, the "scheme" of the files, "word_cuts": `WordCuts.state()`."""
         cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 

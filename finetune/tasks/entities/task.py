@@ -1,7 +1,7 @@
 """Named entities: a tag for every word, predicted at its first subword (Devlin et al. 2018, section 5.3).
 
 The model's labels are IOB2 tags, whatever the scheme of the files. Gold tags of other schemes are converted without
-changing the entities that conlleval finds. Words without a token (control characters, unusual spaces) are O.
+changing the entities that conlleval finds. Words without a token (control characters, unusual spaces) get the tag O.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
 from pretrain.common.errors import InputError
+from pretrain.common.extensions import is_custom
 from pretrain.common.wording import counted
 
-_OVERLAP = 64  # tokens of context on each side of a cut in a long sentence, at most a quarter of the window
+_CUT_CONTEXT = 64  # tokens of context on each side of a cut in a long sentence, but at most a quarter of a window
 
 
 class Entities(Task[Sentence]):
@@ -57,7 +58,7 @@ class Entities(Task[Sentence]):
     @property
     def labels(self) -> tuple[str, ...]:
         if not self._source.types:
-            self.read_train()
+            self.read_train()  # sets the types
         return decoding.label_names(self._source.types)
 
     @property
@@ -70,16 +71,13 @@ class Entities(Task[Sentence]):
         return self._source.remarks
 
     def state(self) -> dict[str, Any]:
-        """Return {"types" in the order of the labels, "scheme" of the files, "word_cuts": `WordCuts.state()`}.
-
-        With `tune_outside`, also "outside_penalty", in nats.
-        """
+        """Return `SentenceSource.state` ("types", "scheme", "word_cuts") and, if tuned, "outside_penalty" in nats."""
         penalty = {"outside_penalty": self.outside_penalty} if self.tunes else {}
         return {**self._source.state(), **penalty}
 
     def origin(self, name: str) -> str:
-        share = self.settings.dev_share
-        return f"{share:.0%} of the training set, by type" if name == "dev" and share else super().origin(name)
+        share = self.settings.dev_share if name == "dev" else 0
+        return f"{share:.0%} of the training set, stratified by entity type" if share else super().origin(name)
 
     # ------------------------------------------------------------ reading files
 
@@ -106,18 +104,17 @@ class Entities(Task[Sentence]):
         return self._source.read(path, labeled=labeled, plain=not labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
-        """Return a sentence from a string, {"text": ...} or {"tokens": [...]}; its labels are ignored.
-
-        `with_context` adds its neighbors.
-        """
+        """Return a sentence, without context, from a string, {"text": ...} or {"tokens": [...]}; labels are ignored."""
         if isinstance(record, Mapping):
             record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
         return to_sentence(record, where, Remarks(), self._source.cut)
 
-    def with_context(self, examples: Sequence[Sentence], *, ended: bool) -> tuple[list[Sentence], list[Sentence]]:
+    def with_context(
+        self, examples: Sequence[Sentence], *, is_end_of_input: bool
+    ) -> tuple[list[Sentence], list[Sentence]]:
         num_ready = len(examples)
-        waits = not ended and self.settings.document_context and bool(examples)
-        if waits and (name := examples[-1].document_name) is not None:
+        is_last_incomplete = not is_end_of_input and self.settings.document_context and bool(examples)
+        if is_last_incomplete and (name := examples[-1].document_name) is not None:
             while num_ready and examples[num_ready - 1].document_name == name:
                 num_ready -= 1
         return group_documents(examples[:num_ready]), list(examples[num_ready:])
@@ -141,26 +138,26 @@ class Entities(Task[Sentence]):
         return self.settings.tune_outside
 
     def tune(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> None:
-        """With `tune_outside`, choose the penalty of O with the best `metric` (f1 for a custom one) on `examples`."""
+        """With `tune_outside`, choose the penalty of O with the best `metric` (f1 if it is custom) on `examples`."""
         if self.tunes and examples:
-            metric = "f1" if self.metric != self.settings.metric else self.metric
+            metric = "f1" if is_custom(self.settings.metric) else self.metric
             self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, metric)
 
     def _decoder(self) -> decoding.Decoder:
         return decoding.Decoder(self._source.types, self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the input file of conlleval; {} for unlabeled text, which has no official segmentation into words."""
+        """Return conlleval's input file; {} for unlabeled plain text, which has no official segmentation into words."""
         if all(example.from_text and example.tags is None for example in examples):
             return {}
-        return {".tags.conll": decoding.conll_columns(*_labeled(examples, predictions))}
+        return {".tags.conll": decoding.conll_columns(*_with_gold_tags(examples, predictions))}
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
-        examples, predictions = _labeled(examples, predictions)
+        """Return precision, recall and f1 (as conlleval), macro_f1, strict_* (seqeval's strict mode), and accuracy."""
+        examples, predictions = _with_gold_tags(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
-        tags = [sentence.tags for sentence in examples], [prediction["tags"] for prediction in predictions]
-        return scores | custom_score(self.settings.metric, *tags)
+        gold, predicted = [example.tags for example in examples], [prediction["tags"] for prediction in predictions]
+        return scores | custom_score(self.settings.metric, gold, predicted)
 
     def interval(self, examples: Sequence[Sentence], predictions: Predictions) -> tuple[float, float] | None:
         tags = decoding.gold_and_predicted(self._source.types, examples, predictions)
@@ -168,12 +165,12 @@ class Entities(Task[Sentence]):
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-        return decoding.details(self._source.types, *_labeled(examples, predictions))
+        return decoding.details(self._source.types, *_with_gold_tags(examples, predictions))
 
-    # ------------------------------------------------------------ windows
+    # ------------------------------------------------------------ windows: F windows of N examples, R query positions
 
     def windows(self, examples: Sequence[Sentence], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Build windows with one query position per word: its first token, in the window with most context around it.
+        """Build windows with one query position per word: its first token, in the window with the most context.
 
         In training, each window counts as an example, so that long sentences fit into micro-batches.
         """
@@ -181,59 +178,60 @@ class Entities(Task[Sentence]):
         if capacity < 1:
             raise InputError(f"max_length: windows of {encoder.max_length} tokens have no room for a word. Raise it.")
         sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
-        example, start, length = self._cut(sentences, capacity)
-        window, word = _assign_words(sentences, example, start, length)
+        example_F, start_F, length_F = self._cut(sentences, capacity)
+        window_R, word_R = _assign_words(sentences, example_F, start_F, length_F)
         # A window inside one very long word has no query position.
-        kept = np.bincount(window, minlength=len(example)) > 0
+        is_kept = np.bincount(window_R, minlength=len(example_F)) > 0
         if not training:  # every example keeps a window, even if it has no words
-            kept |= np.bincount(example[kept], minlength=len(examples))[example] == 0
-        window = (np.cumsum(kept) - 1)[window]
-        example, start, length = example[kept], start[kept], length[kept]
-        framed = frame(encoder, (sentences.tokens.ids, start, length))
-        queries = framed.first[window] + sentences.tokens.starts[word] - start[window]
-        word_in_sentence = word - sentences.first[example[window]]
+            is_kept |= np.bincount(example_F[is_kept], minlength=len(examples))[example_F] == 0
+        window_R = (np.cumsum(is_kept) - 1)[window_R]
+        example_F, start_F, length_F = example_F[is_kept], start_F[is_kept], length_F[is_kept]
+        framed = frame(encoder, (sentences.tokens.ids, start_F, length_F))
+        queries = framed.first[window_R] + sentences.tokens.starts[word_R] - start_F[window_R]
+        word_in_sentence = word_R - sentences.first_word[example_F[window_R]]
         return Windows(
             ids=framed.ids,
             types=framed.types,
             starts=framed.starts,
-            examples=np.arange(len(example)) if training else example,
+            examples=np.arange(len(example_F)) if training else example_F,
             queries=queries,
-            labels=self._label_indices(examples, example[window], word_in_sentence),
+            labels=self._label_indices(examples, example_F[window_R], word_in_sentence),
             weights=np.ones(len(queries), np.float32),
             extra={"word": word_in_sentence},
         )
 
     def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (index of example, first token, number of tokens) of each window, int64 [F] each."""
-        first, end = sentences.tokens.starts[sentences.first], sentences.tokens.starts[sentences.end]
-        overlap = 2 * min(_OVERLAP, capacity // 4)
-        example, start, length = slide(end - first, capacity, overlap)
-        start = start + first[example]
+        starts = sentences.tokens.starts
+        first_token_N, end_token_N = starts[sentences.first_word], starts[sentences.end_word]
+        overlap = 2 * min(_CUT_CONTEXT, capacity // 4)
+        example_F, start_F, length_F = slide(end_token_N - first_token_N, capacity, overlap)
+        start_F = start_F + first_token_N[example_F]
         # Extend the last window of a long sentence to the left until it is full.
-        is_long = (end - first > capacity)[example]
-        free = np.where(is_long, capacity - length, 0)
-        start, length = start - free, length + free
+        is_long_F = (end_token_N - first_token_N > capacity)[example_F]
+        free_F = np.where(is_long_F, capacity - length_F, 0)
+        start_F, length_F = start_F - free_F, length_F + free_F
         context = self.settings.document_context
         if context:
             limit = capacity if context is True else int(context)
-            around_start, around_length = _context_ranges(sentences, first, end, capacity, limit)
-            start = np.where(is_long, start, around_start[example])
-            length = np.where(is_long, length, around_length[example])
-        return example, start, length
+            context_start_N, context_length_N = _context_ranges(sentences, first_token_N, end_token_N, capacity, limit)
+            start_F = np.where(is_long_F, start_F, context_start_N[example_F])
+            length_F = np.where(is_long_F, length_F, context_length_N[example_F])
+        return example_F, start_F, length_F
 
-    def _label_indices(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """Return label indices, int64 [R], of the words with the indices `word` in `example`; 0 (O) if unknown."""
+    def _label_indices(self, examples: Sequence[Sentence], example_R: np.ndarray, word_R: np.ndarray) -> np.ndarray:
+        """Return the label index of word `word_R[r]` of example `example_R[r]`, int64 [R]; 0 (O) for unknown labels."""
         indices = {tag: index for index, tag in enumerate(self.labels)}
         counts = np.fromiter((len(sentence.words) for sentence in examples), np.int64, len(examples))
         tags = chain.from_iterable(sentence.tags or ["O"] * len(sentence.words) for sentence in examples)
         gold = np.fromiter((indices.get(tag, 0) for tag in tags), np.int64, int(counts.sum()))
-        return gold[(np.cumsum(counts) - counts)[example] + word]
+        return gold[(np.cumsum(counts) - counts)[example_R] + word_R]
 
 
-def _labeled(
+def _with_gold_tags(
     examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
-    """Return the examples that have tags, and their predictions; all of both if none has tags."""
+    """Return the examples that have gold tags, and their predictions; if no example has any, return all."""
     pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].tags is not None]
     labeled = [example for example, _ in pairs], [prediction for _, prediction in pairs]
     return labeled if pairs else (list(examples), list(predictions))
@@ -241,85 +239,85 @@ def _labeled(
 
 @dataclass(frozen=True)
 class _AlignedSentences:
-    """Tokenized words of all documents, and the word indices of the N examples and of their documents."""
+    """Tokenized words of all documents, and the ranges of words of the N examples and of their documents."""
 
     tokens: TokenizedTexts  # tokens of each word
-    first: np.ndarray  # int64 [N], index of each example's first word
-    end: np.ndarray  # int64 [N], index after its last word
-    document_first: np.ndarray  # int64 [N], index of the first word of its document
-    document_end: np.ndarray  # int64 [N], index after the last word of its document
+    first_word: np.ndarray  # int64 [N], index of each example's first word
+    end_word: np.ndarray  # int64 [N], index after each example's last word
+    document_first_word: np.ndarray  # int64 [N], index of the first word of each example's document
+    document_end_word: np.ndarray  # int64 [N], index after the last word of each example's document
 
 
 def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
-    """Tokenize the examples; `with_documents`, their whole documents. Otherwise, each example counts as a document."""
+    """Tokenize the examples or, `with_documents`, their whole documents; if not, an example counts as a document."""
     if with_documents:
         documents = list({id(sentence.document): sentence.document for sentence in examples}.values())
         indices = {id(document): index for index, document in enumerate(documents)}
-        sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-        document = np.fromiter((indices[id(sentence.document)] for sentence in examples), np.int64, len(examples))
-        word_lists = list(chain.from_iterable(documents))
-        index = np.fromiter((sentence.index for sentence in examples), np.int64, len(examples))
-        sentence_index = (np.cumsum(sizes) - sizes)[document] + index
+        sentence_counts = np.fromiter(map(len, documents), np.int64, len(documents))
+        document_N = np.fromiter((indices[id(sentence.document)] for sentence in examples), np.int64, len(examples))
+        sentence_words = list(chain.from_iterable(documents))
+        index_in_document = np.fromiter((sentence.index for sentence in examples), np.int64, len(examples))
+        sentence_N = (np.cumsum(sentence_counts) - sentence_counts)[document_N] + index_in_document
     else:
-        word_lists = [sentence.words for sentence in examples]
-        sizes = np.ones(len(word_lists), np.int64)
-        sentence_index = document = np.arange(len(word_lists))
-    bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, word_lists), np.int64, len(word_lists)))])
-    document_bounds = bounds[np.concatenate([[0], np.cumsum(sizes)])]
+        sentence_words = [sentence.words for sentence in examples]
+        sentence_counts = np.ones(len(sentence_words), np.int64)
+        sentence_N = document_N = np.arange(len(sentence_words))
+    word_counts = np.fromiter(map(len, sentence_words), np.int64, len(sentence_words))
+    bounds = np.concatenate([[0], np.cumsum(word_counts)])  # first word of each sentence, and the number of words
+    document_bounds = bounds[np.concatenate([[0], np.cumsum(sentence_counts)])]
     return _AlignedSentences(
-        tokens=encoder.encode_words(list(chain.from_iterable(word_lists))),
-        first=bounds[sentence_index],
-        end=bounds[sentence_index + 1],
-        document_first=document_bounds[document],
-        document_end=document_bounds[document + 1],
+        tokens=encoder.encode_words(list(chain.from_iterable(sentence_words))),
+        first_word=bounds[sentence_N],
+        end_word=bounds[sentence_N + 1],
+        document_first_word=document_bounds[document_N],
+        document_end_word=document_bounds[document_N + 1],
     )
 
 
 def _context_ranges(
-    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, limit: int
+    sentences: _AlignedSentences, first_token_N: np.ndarray, end_token_N: np.ndarray, capacity: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first token, number of tokens) of each sentence with its context: surrounding words of its document.
+    """Return (first token, number of tokens) of each sentence with its context, whole words of its document; int64 [N].
 
     Each side gets half of the free tokens, at most `limit`; if one side has fewer tokens, the other gets more.
     """
     starts = sentences.tokens.starts
-    before = np.minimum(first - starts[sentences.document_first], limit)
-    after = np.minimum(starts[sentences.document_end] - end, limit)
-    free = np.maximum(capacity - (end - first), 0)
-    left = np.minimum(before, free // 2)
-    right = np.minimum(after, free - left)
-    left = np.minimum(before, free - right)
-    around_start = starts[np.searchsorted(starts, first - left, "left")]
-    around_end = starts[np.searchsorted(starts, end + right, "right") - 1]
-    return around_start, around_end - around_start
+    max_left = np.minimum(first_token_N - starts[sentences.document_first_word], limit)
+    max_right = np.minimum(starts[sentences.document_end_word] - end_token_N, limit)
+    free = np.maximum(capacity - (end_token_N - first_token_N), 0)
+    left = np.minimum(max_left, free // 2)
+    right = np.minimum(max_right, free - left)
+    left = np.minimum(max_left, free - right)
+    context_start = starts[np.searchsorted(starts, first_token_N - left, "left")]
+    context_end = starts[np.searchsorted(starts, end_token_N + right, "right") - 1]
+    return context_start, context_end - context_start
 
 
 def _assign_words(
-    sentences: _AlignedSentences, example: np.ndarray, start: np.ndarray, length: np.ndarray
+    sentences: _AlignedSentences, example_F: np.ndarray, start_F: np.ndarray, length_F: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (index of window, index of word), int64 [R] each, in order; every word that has a token occurs once.
 
-    If several windows contain a word, the window with the largest context on the word's smaller side is chosen
-    (google-research/bert run_squad.py, _check_is_max_context).
+    If several windows contain a word, the one in which the smaller of the word's left and right context is largest is
+    chosen (google-research/bert run_squad.py, _check_is_max_context).
     """
     starts = sentences.tokens.starts
-    first, end = sentences.first[example], sentences.end[example]
-    first_word = np.maximum(first, np.searchsorted(starts, start, "left"))
-    end_word = np.minimum(end, np.searchsorted(starts, start + length, "left"))
-    counts = np.maximum(end_word - first_word, 0)
-    window, word = np.repeat(np.arange(len(example)), counts), concatenate_ranges(first_word, counts)
+    first_word_F = np.maximum(sentences.first_word[example_F], np.searchsorted(starts, start_F, "left"))
+    end_word_F = np.minimum(sentences.end_word[example_F], np.searchsorted(starts, start_F + length_F, "left"))
+    counts = np.maximum(end_word_F - first_word_F, 0)
+    window, word = np.repeat(np.arange(len(example_F)), counts), concatenate_ranges(first_word_F, counts)
     has_token = starts[word + 1] > starts[word]
     window, word = window[has_token], word[has_token]
-    is_ambiguous = np.bincount(example)[example[window]] > 1 if len(window) else np.zeros(0, bool)
-    candidates = np.flatnonzero(is_ambiguous)
+    has_several_windows = np.bincount(example_F)[example_F[window]] > 1 if len(window) else np.zeros(0, bool)
+    candidates = np.flatnonzero(has_several_windows)
     if not len(candidates):
         return window, word
     windows, words = window[candidates], word[candidates]
-    # Sentence boundaries need no special case: only the first and last windows contain them.
-    before, after = starts[words] - start[windows], start[windows] + length[windows] - starts[words + 1]
-    order = np.lexsort((windows, -np.minimum(before, after), words, example[windows]))
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = (np.diff(words[order]) != 0) | (np.diff(example[windows][order]) != 0)
-    kept = ~is_ambiguous
-    kept[candidates[order[is_first]]] = True
-    return window[kept], word[kept]
+    # The start and the end of a sentence need no special case: only its first and its last window contain them.
+    left, right = starts[words] - start_F[windows], start_F[windows] + length_F[windows] - starts[words + 1]
+    order = np.lexsort((windows, -np.minimum(left, right), words, example_F[windows]))
+    is_best = np.ones(len(order), bool)
+    is_best[1:] = (np.diff(words[order]) != 0) | (np.diff(example_F[windows][order]) != 0)
+    is_kept = ~has_several_windows
+    is_kept[candidates[order[is_best]]] = True
+    return window[is_kept], word[is_kept]

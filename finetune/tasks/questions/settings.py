@@ -36,16 +36,16 @@ class QuestionsSettings(Section):
     unanswerable: Literal["auto", True, False] = Field(
         default="auto",
         description="Whether the model may predict that there is no answer (SQuAD v2.0); auto: if the training set has "
-        "such questions.",
+        "unanswerable questions.",
     )
     threshold: float | None = Field(
         default=None,
-        description="Predict no answer if its score exceeds the best answer's by more than this; null: tuned on "
-        "the dev set.",
+        description="Predict no answer if the score of no answer exceeds the best answer's by more than this; null: "
+        "tuned on the dev set.",
     )
     bad_answers: Literal["stop", "skip"] = Field(
         default="stop",
-        description="For answers that are not at their answer_start: stop with an error, or skip them.",
+        description="Whether to stop with an error at an answer that is not at its answer_start, or to skip it.",
     )
     metric: str = Field(
         default="f1",

@@ -60,8 +60,8 @@ class Filters:
             is_kept = matches.sets < 0
             for index in np.flatnonzero(~is_kept).tolist():
                 name = self._contamination.names[matches.sets[index]]
-                report.add("contamination", name, texts[index], matches.words[index])
-            report.seen.update(matches.seen.tolist())
+                report.add("contamination", name, texts[index], matches.excerpts[index])
+            report.seen.update(matches.matched_examples.tolist())
         kept_sketches = sketches(texts, batch).select(is_kept) if self._finds_near_duplicates else None
         return [texts[index] for index in np.flatnonzero(is_kept).tolist()], kept_sketches
 

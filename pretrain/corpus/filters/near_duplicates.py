@@ -2,8 +2,8 @@
 
 Each document that is read gets a sketch: a key per band, which is a hash of the minima in that band, and the lowest 8
 bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file next to it. Each
-call of `find_pairs` then compares the documents with equal keys in one band, or in a share of the band's keys, and
-writes the similar pairs.
+call of `find_pairs` then compares the documents with equal keys in one band, or in one partition of the band's keys,
+and writes the similar pairs.
 
 A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: documents that
 are already in a corpus to which sources are added, held-out documents, then all others in the order of the corpus.
@@ -161,8 +161,8 @@ class SketchFiles:
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
         self.known_count = int(self.file_starts[self._known_files])
 
-    def keys_of_band(self, band: int, share: int, share_count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of one band that equal `share` modulo `share_count`, and the index of each key's document.
+    def keys_of_band(self, band: int, partition: int, partition_count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of a band that equal `partition` modulo `partition_count`, and the index of their documents.
 
         Known documents are only included if a new document has the same key.
         """
@@ -172,7 +172,7 @@ class SketchFiles:
             if file == 0:
                 new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
             keys = np.asarray(_map_array(self._paths[file], _KEYS)[band])
-            chosen = np.flatnonzero(keys % np.uint64(share_count) == share)
+            chosen = np.flatnonzero(keys % np.uint64(partition_count) == partition)
             if file < self._known_files:
                 chosen = chosen[np.isin(keys[chosen], new_keys)]
             by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
@@ -211,15 +211,15 @@ def _map_array(path: Path, array_index: int) -> np.ndarray:
 
 
 def find_pairs(
-    work_dir: Path, out: Path, band: int, share: int, share_count: int, threshold: float, precedence: Precedence
+    work_dir: Path, out: Path, band: int, partition: int, partition_count: int, threshold: float, precedence: Precedence
 ) -> None:
     """Find documents that are similar to an earlier one with the same key in `band`; write the pairs to `out`.
 
-    Only keys that equal `share` modulo `share_count` are compared. `out` has PAIR elements, ascending: the first
-    pair of each document and, for documents of held-out sources, also all pairs with known documents.
+    Only keys that equal `partition` modulo `partition_count` are compared. `out` has PAIR elements, ascending: the
+    first pair of each document and, for documents of held-out sources, also all pairs with known documents.
     """
     files = SketchFiles(work_dir)
-    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, share_count), precedence)
+    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, partition, partition_count), precedence)
     compared, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(_MINIMA, compared)
     equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
@@ -314,19 +314,20 @@ def merge_pairs(
     """
     files = SketchFiles(work_dir)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
-    share_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
-    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, share_count) for path in (_lost_path(out), out)}
+    partition_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
+    paths = _lost_path(out), out
+    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
     examples: list[dict[str, Any]] = []
     trained_counts: Counter[str] = Counter()
-    for share in range(share_count):
-        pairs = _sort_pairs(np.concatenate([_pairs_in_share(pairs, share) for pairs in mapped]))
+    for partition in range(partition_count):
+        pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in mapped]))
         trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
         for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
-            buckets.add(hashes, bucket_of(hashes["first"], share_count))
+            buckets.add(hashes, bucket_of(hashes["first"], partition_count))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained_counts})
     for path, buckets in hashes_to_write.items():
         with atomic_open(path) as file:
@@ -352,11 +353,11 @@ def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Prece
     return Counter(map(str, files.sources(documents).tolist()))
 
 
-def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
-    """Return the pairs in range `share` of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+def _pairs_in_partition(pairs: np.ndarray, partition: int) -> np.ndarray:
+    """Return the pairs in a range of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
         bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
-        for bound in (share, share + 1)
+        for bound in (partition, partition + 1)
     )
     return np.array(pairs[start:end])
 

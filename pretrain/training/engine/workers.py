@@ -43,13 +43,13 @@ class RankGroup:
                 values.copy_(on_device)
         return values
 
-    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """Return each of `sums` summed over all ranks, and the maximum of `largest`, on every rank."""
+    def sum_and_max(self, to_sum: list[int], to_maximize: int) -> tuple[list[int], int]:
+        """Return each of `to_sum` summed over all ranks, and the maximum of `to_maximize`, on every rank."""
         if self.world_size == 1:
-            return sums, largest
-        maximum = torch.tensor([largest], device=self.device)
+            return to_sum, to_maximize
+        maximum = torch.tensor([to_maximize], device=self.device)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group)
-        return self.sum_over_workers(torch.tensor(sums)).tolist(), int(maximum)
+        return self.sum_over_workers(torch.tensor(to_sum)).tolist(), int(maximum)
 
     def all_to_all(self, values: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
         """Send each rank r the next `sent_sizes[r]` entries of 1-D `values`; return `received_sizes[r]` from each."""

@@ -1,7 +1,7 @@
-"""Nomic BERT: transformers models/nomic_bert/modeling_nomic_bert.py and configuration_nomic_bert.py, 5.23.
+"""Nomic BERT, as implemented in transformers 5.23 (models/nomic_bert/modeling_nomic_bert.py).
 
-Older files on the Hub (n_embd, Wqkv) have the names and config keys of contrastors; transformers
-converts the names in conversion_mapping.py ("nomic_bert"). It has no class for question answering.
+Older files on the Hub use the parameter names (Wqkv) and config keys (n_embd) of contrastors, Nomic's training code;
+transformers maps the names in conversion_mapping.py ("nomic_bert"). transformers has no NomicBertForQuestionAnswering.
 """
 
 from collections.abc import Mapping
@@ -29,22 +29,22 @@ _CURRENT_KEYS = {
 def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "n_embd" not in config or "hidden_size" in config:
         return config
-    values = {**config, **{key: config[older] for older, key in _CURRENT_KEYS.items() if older in config}}
+    values = {**config, **{key: config[old_key] for old_key, key in _CURRENT_KEYS.items() if old_key in config}}
     activation = config.get("activation_function", "swiglu")
     if activation not in ("swiglu", "geglu"):
         raise ValueError(f"activation_function is {activation!r}; only 'swiglu' and 'geglu' are supported")
     values["hidden_act"] = {"swiglu": "silu", "geglu": "gelu"}[activation]
-    # The rotary frequencies are scaled only for sequences that are longer than in training.
+    # Dynamic NTK scaling applies only beyond max_trained_positions. It is not supported, so that length is the maximum.
     if config.get("rotary_scaling_factor") and config.get("max_trained_positions"):
         values["max_position_embeddings"] = config["max_trained_positions"]
     return values
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim")
-    if width is not None and width * heads != config["hidden_size"]:
-        raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim")
+    if head_dim is not None and head_dim * num_heads != config["hidden_size"]:
+        raise ValueError(f"head_dim is {head_dim}; only hidden_size / num_attention_heads is supported")
     return {"rotary_base": read_shared_base(config, 1_000.0), **bert.read_tying(config)}
 
 
