@@ -448,13 +448,13 @@ class BatchMaker:
         if not len(plan.key):
             return 0
         if self._masker.has_exact_counts:
-            special = plan.lengths - plan.content_length
-            return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
+            special, share = plan.lengths - plan.content_length, self._masking_share(plan)
+            return int(self._masker.max_counts(plan.lengths, special_tokens=special, probability=share).sum())
         # The number of masked tokens depends on the text, so all of it must be read, in chunks.
         chunk = np.cumsum(plan.lengths) // _COUNT_CHUNK_TOKENS
         chunks = np.split(np.arange(len(chunk)), np.flatnonzero(np.diff(chunk)) + 1)
         return sum(
-            self._masker.count(self.sampler.gather(chunk_plan), chunk_plan.key, self._masking_share(chunk_plan))
+            self._masker.count_masked(self.sampler.gather(chunk_plan), chunk_plan.key, self._masking_share(chunk_plan))
             for chunk_plan in (plan[members] for members in chunks)
         )
 

@@ -22,19 +22,17 @@ from pathlib import Path
 from pretrain.common.memory import control_groups
 
 POLL_SECONDS = 0.5
-# Shares of the time that a runnable thread waits for a core: above the first, the cores are contended; below the
-# second, they are free. With only Ray's processes running, the share is about 0.03 on two cores.
-_CONTENDED, _FREE = 0.10, 0.06
-# Number of consecutive polls with free cores before threads spin again.
-_FREE_POLLS = 4
-# A pool starts only if the limits allow this many times its threads, since other workers start pools too.
-_SPARE_FACTOR = 16
-_FEW_PROCESSES = 10_000  # limit per user, threads included, below which it may be almost reached
+# Fractions of the time that a thread waits for a core: above the first, the cores count as contended; below the second,
+# as free. With only Ray's processes running, the fraction is about 0.03 on two cores.
+_CONTENDED_FRACTION, _FREE_FRACTION = 0.10, 0.06
+_FREE_POLLS = 4  # number of consecutive polls with free cores before threads spin again
+_SPARE_FACTOR = 16  # a pool starts only if limits allow this many times its threads: other workers start pools, too
+_MIN_NPROC = 10_000  # a pool starts only if RLIMIT_NPROC, the user's maximum processes and threads, is at least this
 
 
 @contextlib.contextmanager
 def sleep_when_contended() -> Iterator[None]:
-    """While entered, waiting threads of CPU kernels spin on free cores and sleep on contended ones.
+    """Inside the context, waiting kernel threads spin while cores are free, and sleep while cores are contended.
 
     Does nothing on GPUs, if kernels have one thread, if torch uses another OpenMP than GNU's, if the system does not
     record wait times, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
@@ -59,7 +57,7 @@ def sleep_when_contended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While entered, CPU kernels use this thread only. For memory-bound work such as copies: others would only spin."""
+    """Inside the context, CPU kernels use only this thread: for memory-bound work, such as copies."""
     import torch
 
     previous = torch.get_num_threads()
@@ -68,29 +66,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
-
-
-def watch(
-    idle_pool: Callable[[], contextlib.AbstractContextManager[None]],
-    end: threading.Event,
-    waited_seconds: Callable[[], Mapping[int, float]] = lambda: waited_seconds(),
-) -> None:
-    """Poll until `end` is set, and keep an idle pool while threads wait for cores."""
-    with contextlib.ExitStack() as pool:
-        sleeping, free_polls = False, 0
-        waited_before, time_before = waited_seconds(), time.monotonic()
-        while not end.wait(POLL_SECONDS):
-            waited, now = waited_seconds(), time.monotonic()
-            waits = [waited[thread] - waited_before[thread] for thread in waited.keys() & waited_before.keys()]
-            share = max(waits, default=0.0) / (now - time_before)
-            waited_before, time_before = waited, now
-            free_polls = free_polls + 1 if share < _FREE else 0
-            if not sleeping and share > _CONTENDED and may_start(_pool_size()):
-                pool.enter_context(idle_pool())
-                sleeping = True
-            elif sleeping and free_polls >= _FREE_POLLS:
-                pool.close()
-                sleeping = False
 
 
 def waited_seconds() -> dict[int, float]:
@@ -102,13 +77,36 @@ def waited_seconds() -> dict[int, float]:
     return seconds
 
 
+def watch(
+    idle_pool: Callable[[], contextlib.AbstractContextManager[None]],
+    end: threading.Event,
+    read_waits: Callable[[], Mapping[int, float]] = waited_seconds,
+) -> None:
+    """Until `end` is set, poll the wait times `read_waits()`, and hold an `idle_pool()` while cores are contended."""
+    with contextlib.ExitStack() as pool:
+        sleeping, free_polls = False, 0
+        waited_before, time_before = read_waits(), time.monotonic()
+        while not end.wait(POLL_SECONDS):
+            waited, now = read_waits(), time.monotonic()
+            waits = [waited[thread] - waited_before[thread] for thread in waited.keys() & waited_before.keys()]
+            wait_fraction = max(waits, default=0.0) / (now - time_before)
+            waited_before, time_before = waited, now
+            free_polls = free_polls + 1 if wait_fraction < _FREE_FRACTION else 0
+            if not sleeping and wait_fraction > _CONTENDED_FRACTION and may_start_pool(_pool_size()):
+                pool.enter_context(idle_pool())
+                sleeping = True
+            elif sleeping and free_polls >= _FREE_POLLS:
+                pool.close()
+                sleeping = False
+
+
 @contextlib.contextmanager
 def idle_threads(openmp: ctypes.CDLL) -> Iterator[None]:
-    """While entered, keep a pool of sleeping OpenMP threads, one more than there are cores."""
+    """Inside the context, hold a pool of sleeping OpenMP threads, one more than there are cores."""
     started, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        # The team runs free(NULL), which does nothing. Its threads belong to this thread and end with it.
+        # The OpenMP team runs free(NULL), which does nothing. Its threads belong to this thread and end with it.
         openmp.GOMP_parallel(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p), None, _pool_size(), 0)
         started.set()
         done.wait()
@@ -127,16 +125,16 @@ def _pool_size() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-def may_start(threads: int) -> bool:
-    """Return whether `threads` more threads stay far below all limits; libgomp exits if it cannot create a thread."""
-    space, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
-    if space != resource.RLIM_INFINITY or (processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES):
+def may_start_pool(threads: int) -> bool:
+    """Return whether limits leave ample room for `threads` more threads; at a limit, libgomp would exit the process."""
+    address_space, nproc = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
+    if address_space != resource.RLIM_INFINITY or (nproc != resource.RLIM_INFINITY and nproc < _MIN_NPROC):
         return False
-    available: list[int] = []
+    available_pids: list[int] = []
     for folder in control_groups("pids"):
-        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
-            available.append(int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text()))
-    return all(_SPARE_FACTOR * threads < free for free in available)
+        with contextlib.suppress(OSError, ValueError):  # no limit, or "max"
+            available_pids.append(int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text()))
+    return all(_SPARE_FACTOR * threads < available for available in available_pids)
 
 
 def loaded_openmp() -> ctypes.CDLL | None:

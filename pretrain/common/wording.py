@@ -22,7 +22,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the question "did you mean X?" with the nearest of `names`; "" if none is similar."""
+    """Return the question "did you mean X?" with the names nearest to `name`; "" if none is similar."""
     similar = nearest(name, names)
     return f"did you mean {either(similar)}?" if similar else ""
 
@@ -33,24 +33,24 @@ def either(names: Sequence[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return at most three names that `name` abbreviates, or else the most similar one (`cutoff` is difflib's)."""
+    """Return up to three names that start with `name`, else the most similar name; `cutoff` as in difflib."""
     known = list(names)
-    longer = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
-    shortest = [other for index, other in enumerate(longer) if not other.startswith(tuple(longer[:index]))]
+    matches = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
+    shortest = [other for index, other in enumerate(matches) if not other.startswith(tuple(matches[:index]))]
     return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
 def score_title(name: str, positive: str) -> str:
-    """Return the displayed name of a score; F1 of two classes also shows the `positive` class: "f1 (fraud)"."""
+    """Return the displayed name of a score; for F1 of two classes, with the `positive` class: "f1 (fraud)"."""
     return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
-    """Return the scores without a duplicate: with one label per example, micro F1 equals accuracy.
+    """Return the scores to display: only one of accuracy and micro F1 if they are equal (one label per example).
 
     Args:
         scores: name -> value.
-        metric: name of the main score, which is kept.
+        metric: name of the main score, which is always displayed.
     """
     accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
     if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
@@ -70,21 +70,21 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Wrap `text` to the terminal's width, aligned with its last column. Without a terminal, it stays unchanged."""
+    """Wrap lines at the terminal's width, and align the rest of a line with its last column; only in a terminal."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.split("\n"):
-        columns = [match.end() for match in re.finditer(r"(?<=\S) {2,}", line[: width // 2])]
-        indent = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
+        column_starts = [match.end() for match in re.finditer(r"(?<=\S) {2,}", line[: width // 2])]
+        indent = " " * (column_starts[-1] if column_starts else len(line) - len(line.lstrip()) + 2)
         options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
         lines += textwrap.wrap(line, width, **options) if len(line) > width else [line]
     return "\n".join(lines)
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide if stdout is a file."""
+    """Print a table as wide as the terminal, or 200 characters wide if stdout is not a terminal."""
     from rich.console import Console
 
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)

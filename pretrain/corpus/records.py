@@ -20,11 +20,11 @@ class RecordReader(SourceReader):
 
     record_start: ClassVar[bytes]
     previous_bytes: ClassVar[int] = 0  # number of bytes of `record_start` that belong to the previous record
-    cuts_bzip2: ClassVar[bool] = False  # whether ranges of a .bz2 file of several streams are read separately
+    splits_bzip2: ClassVar[bool] = False  # whether ranges of a .bz2 file of several streams are read separately
 
     def is_stream(self, item: Input) -> bool:
         path = Path(item.paths[0])
-        return (bool(compression(path)) or is_utf16(path)) and not self._is_cut_bzip2(path)
+        return (bool(compression(path)) or is_utf16(path)) and not self._is_split_bzip2(path)
 
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
@@ -36,8 +36,8 @@ class RecordReader(SourceReader):
         """Return the complete records of a chunk, concatenated."""
         return chunk.data if chunk.data is not None else self._read_range(chunk, problems)
 
-    def _is_cut_bzip2(self, path: Path) -> bool:
-        return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
+    def _is_split_bzip2(self, path: Path) -> bool:
+        return self.splits_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
     def _record_batches(self, path: Path) -> Iterator[tuple[bytes, int]]:
         """Yield (complete records of about CHUNK_BYTES, bytes of the file read so far)."""

@@ -17,7 +17,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.corpus.parts import Part
 from pretrain.corpus.shards import map_array
-from pretrain.corpus.whole_documents import without_special
+from pretrain.corpus.whole_documents import without_special_tokens
 
 MAX_PARTS = 32  # maximum part files of a source from which a shard takes sampled documents
 _MAX_PER_PART = 16  # maximum sampled documents per part file
@@ -71,7 +71,7 @@ def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) ->
 
 def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> None:
     """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than are stored."""
-    library_tokenizer = without_special(tokenizer)
+    library_tokenizer = without_special_tokens(tokenizer)
     for where, (text, stored) in sampled:
         encoding = library_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids

@@ -440,7 +440,7 @@ def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray
     """Cut documents, each after a space, into pieces whose counts a byte-level vocabulary is trained on."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, words)
+    cut = Gpt2Splitter.for_bertrain(None).cut(texts, starts, words)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])

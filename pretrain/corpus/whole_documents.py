@@ -1,13 +1,13 @@
 """Encoding of whole documents with released tokenizers, exactly like the `tokenizers` library.
 
-A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. There is
-one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a document are ordinary
+A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. One
+exception is intended, as in tokenize.py: special tokens such as `<s>` that are written out in a document are ordinary
 characters here (`split_special_tokens=True` in transformers, which does not work for entries of a Unigram). Added
 tokens that are not special, such as runs of spaces, are kept.
 
-Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
-a whole document if there is no splitter for the tokenizer, or if the document contains an added token or characters
-that are normalized across the boundaries of pieces.
+Most documents are cut into pieces by a splitter (splitters.py), and the tokens of pieces are cached. The library
+encodes a whole document if there is no splitter for the tokenizer, or if the document contains an added token or
+characters that are normalized across the boundaries of pieces.
 """
 
 import json
@@ -19,82 +19,82 @@ from tokenizers import Tokenizer
 
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.pieces import DocumentPieces
-from pretrain.corpus.splitters import line_tokens, splitter_for
+from pretrain.corpus.splitters import added_whitespace, splitter_for
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
-_IS_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+_IS_NON_SPACE = bytes(byte not in b"\0 \t\r\n" for byte in range(256))  # for `bytes.translate`
 
-_EncodedDocument = tuple[np.ndarray, np.ndarray]  # tokens, and the number of tokens of each sentence, uint32 [S]
+_EncodedDocument = tuple[np.ndarray, np.ndarray]  # (token ids; number of tokens of each sentence, uint32 [S])
 
 
 def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
-    """Return the DOCUMENT table of documents without NUL; fields that depend on the tokenizer are 0."""
+    """Return DOCUMENT records (hash, words, bytes) of documents without NUL; `fold` as in `document_hashes`."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
-    text = np.frombuffer(raw, np.uint8)
-    is_solid = np.frombuffer(raw.translate(_IS_SOLID), bool)
-    is_start = is_solid.copy()
-    is_start[1:] &= ~is_solid[:-1]
-    ends = np.flatnonzero(text == 0)
-    table = np.zeros(len(texts), DOCUMENT)
-    table["hash"] = document_hashes(raw, len(texts), fold=fold)
-    table["words"] = document_words(raw, np.flatnonzero(is_start), ends)
-    table["bytes"] = np.diff(ends, prepend=-1) - 1
-    return table
+    is_non_space = np.frombuffer(raw.translate(_IS_NON_SPACE), bool)
+    is_word_start = is_non_space.copy()
+    is_word_start[1:] &= ~is_non_space[:-1]
+    ends = np.flatnonzero(np.frombuffer(raw, np.uint8) == 0)
+    documents = np.zeros(len(texts), DOCUMENT)
+    documents["hash"] = document_hashes(raw, len(texts), fold=fold)
+    documents["words"] = document_words(raw, np.flatnonzero(is_word_start), ends)
+    documents["bytes"] = np.diff(ends, prepend=-1) - 1
+    return documents
 
 
 class DocumentEncoder:
-    """Encodes whole documents with a released tokenizer; distinct pieces are cached in a `WordTable`."""
+    """Encodes whole documents with a released tokenizer; `word_table` holds the distinct pieces, each encoded once."""
 
-    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self._tokenizer = without_special(tokenizer)
-        self._table = table
-        self.splitter = splitter_for(self._tokenizer, table)
-        self._added_tokens = _minimal(_cut_preventing_tokens(json.loads(self._tokenizer.to_str())))
+    def __init__(self, tokenizer: Tokenizer, word_table: WordTable) -> None:
+        self._tokenizer = without_special_tokens(tokenizer)
+        self._word_table = word_table
+        self.splitter = splitter_for(self._tokenizer, word_table)
+        self._no_cut_tokens = _without_superstrings(_no_cut_tokens(json.loads(self._tokenizer.to_str())))
 
-    def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
-        """Return a part of token ids.
+    def encode(
+        self, texts: Sequence[str], starts: Sequence[Sequence[int]], documents: np.ndarray, dtype: np.dtype
+    ) -> Part:
+        """Encode documents as a `Part` whose items are token ids of type `dtype`.
 
         Args:
             texts: documents that are not empty, without NUL.
             starts: character offsets of the sentences of each document, ascending from 0.
-            table: result of `measure`.
-            dtype: type of the tokens.
+            documents: result of `measure`.
         """
-        plain = [index for index, text in enumerate(texts) if self.has_plain_pieces(text)]
-        by_index = self.from_pieces(plain, [texts[n] for n in plain], [starts[n] for n in plain], dtype)
-        encoded = [by_index.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
-        table = table.copy()
-        table["sentences"] = [len(sentences) for _, sentences in encoded]
-        table["items"] = [len(tokens) for tokens, _ in encoded]
+        chosen = [index for index, text in enumerate(texts) if self.may_encode_by_piece(text)]
+        by_index = self.encode_by_piece(chosen, [texts[n] for n in chosen], [starts[n] for n in chosen], dtype)
+        encoded = [by_index.get(n) or self._encode_whole(texts[n], starts[n], dtype) for n in range(len(texts))]
+        documents = documents.copy()
+        documents["sentences"] = [len(sentences) for _, sentences in encoded]
+        documents["items"] = [len(tokens) for tokens, _ in encoded]
         items = np.concatenate([np.zeros(0, dtype), *(tokens for tokens, _ in encoded)])
         sentence_items = np.concatenate([np.zeros(0, np.uint32), *(sentences for _, sentences in encoded)])
-        return Part(items, sentence_items, table, [])
+        return Part(items, sentence_items, documents, [])
 
-    def has_plain_pieces(self, text: str) -> bool:
-        """Return whether a document may be encoded piece by piece."""
-        if self.splitter is None or any(token in text for token in self._added_tokens):
+    def may_encode_by_piece(self, text: str) -> bool:
+        """Return whether a document may be passed to `encode_by_piece`."""
+        if self.splitter is None or any(token in text for token in self._no_cut_tokens):
             return False
         return self.splitter.can_split(text)
 
-    def from_pieces(
+    def encode_by_piece(
         self, indices: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _EncodedDocument]:
-        """Return {index: encoded document} of the documents that can be encoded piece by piece."""
-        if not indices or self.splitter is None or self.splitter.piece_tokens is None:
+        """Return {index: encoded document} of the documents whose pieces have the same tokens in context as alone."""
+        if not indices or self.splitter is None or self.splitter.piece_encoder is None:
             return {}
-        cut = self.splitter.cut(texts, starts, self._table)
-        tokens, offsets = self.splitter.piece_tokens.tokens(cut.pieces, cut.sentences, dtype)
+        cut = self.splitter.cut(texts, starts, self._word_table)
+        tokens, offsets = self.splitter.piece_encoder.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
-        inner_bounds = cut.documents[1:-1]
-        documents = zip(np.split(tokens, offsets[inner_bounds]), np.split(counts, inner_bounds), strict=True)
-        are_context_free = _all_true(self.splitter.are_context_free(cut.pieces), cut)
+        inner_starts = cut.documents[1:-1]  # first sentence of each document except the first
+        encoded_texts = zip(np.split(tokens, offsets[inner_starts]), np.split(counts, inner_starts), strict=True)
+        are_context_free = _all_true_by_document(self.splitter.are_context_free(cut.pieces), cut)
+        encoded = zip(indices, encoded_texts, are_context_free, strict=True)
         # Pieces, and therefore sentences, may have no tokens.
-        encoded = zip(indices, documents, are_context_free, strict=True)
         return {index: (ids, sizes[sizes > 0]) for index, (ids, sizes), is_context_free in encoded if is_context_free}
 
-    def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
+    def _encode_whole(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
         token_starts = np.array([start for start, _ in encoding.offsets], np.int64)
@@ -103,25 +103,25 @@ class DocumentEncoder:
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
-def _all_true(mask: np.ndarray, cut: DocumentPieces) -> list[bool]:
-    """Return whether `mask`, bool [P], is true for all pieces of each document, as a list of bools."""
+def _all_true_by_document(mask: np.ndarray, cut: DocumentPieces) -> list[bool]:
+    """Return, for each document, whether `mask`, bool [P], is true for all its pieces."""
     false_before = np.append(0, np.cumsum(~mask))
     return (np.diff(false_before[cut.sentences[cut.documents]]) == 0).tolist()
 
 
-def without_special(tokenizer: Tokenizer) -> Tokenizer:
+def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy of the tokenizer that encodes special tokens written out in documents as ordinary characters.
 
     A Unigram or WordPiece matches an entry wherever its characters occur, such as in a document about `<mask>`. The
-    entries of special tokens are therefore renamed so that they never match, not even in pieces joined by a NUL;
-    special tokens that are plain words remain unchanged. BPE merges pairs, which never gives special tokens.
+    entries of special tokens are therefore renamed so that they never match. Special tokens that are plain words remain
+    unchanged. BPE merges pairs, which never produces special tokens.
     """
     spec = json.loads(tokenizer.to_str())
     spec["post_processor"] = None
     model, added = spec["model"], spec["added_tokens"]
     if model["type"] != "BPE":
         names = [token["content"] for token in added if token["special"] and not token["content"].isalnum()]
-        renamed = {name: f"\0\0{name}" for name in names}
+        renamed = {name: f"\0\0{name}" for name in names}  # two NULs, since `_LibraryPieces` joins pieces with one
         for token in added:
             token["content"] = renamed.get(token["content"], token["content"])
         if model["type"] == "Unigram":
@@ -134,13 +134,13 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
     return changed
 
 
-def _cut_preventing_tokens(spec: dict[str, Any]) -> list[str]:
-    """Return the added tokens that prevent cutting a document: all but special tokens and runs of line breaks, tabs."""
-    lines = set(line_tokens(spec))
+def _no_cut_tokens(spec: dict[str, Any]) -> list[str]:
+    """Return the added tokens that forbid cutting a document: all but special tokens and runs of whitespace."""
+    whitespace = set(added_whitespace(spec))
     contents = [token["content"] for token in spec["added_tokens"] if not token["special"]]
-    return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]
+    return [content for content in contents if len(set(content)) > 1 or content[0] not in whitespace]
 
 
-def _minimal(tokens: Sequence[str]) -> list[str]:
+def _without_superstrings(tokens: Sequence[str]) -> list[str]:
     """Return the tokens that contain no other token: a string that contains any token contains one of these."""
     return [token for token in tokens if not any(other in token for other in tokens if other != token)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.config import ModelConfig
 from pretrain.model.compile import maybe_compile
 from pretrain.model.kernels.distances import DistanceTables
-from pretrain.model.kernels.flash import flash_attention, has_flash
+from pretrain.model.kernels.flash import flash_attention, supports_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.products import linear_product
@@ -56,7 +56,7 @@ def self_attention(
         [R, H], the context of each query position, in the dtype of `hidden`.
     """
     # The flash kernel cannot add biases to scores.
-    use_flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
+    use_flash = supports_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if use_flash else None  # the grouped kernels apply RoPE when they load q and k
     if rotation is not None or len(projection.weights) > 1:

@@ -1,9 +1,9 @@
 """The user's callbacks: functions and objects that are called during a run with copies of its records.
 
-A function is called with the name of a hook and a record. On an object, the method with the name of the hook is called
-with the record. The setting `callbacks` names functions, and classes that are instantiated with the options of their
-entries. `train` also accepts functions and objects, which are pickled for other processes. A callback runs on rank 0;
-if its attribute `every_rank` is true, on every rank.
+A function is called with the name of a hook and a record; of an object, the method named like the hook is called with
+the record. The setting `callbacks` names functions, and classes that are instantiated with the options in their
+entries. `train` also accepts functions and objects, which are pickled for other processes. A callback runs on rank 0
+or, if its attribute `every_rank` is true, on every rank.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HOOKS = ("step_end", "evaluation", "checkpoint", "run_end")
 
 
 class KIND:
-    """The interface of the objects that the setting `callbacks` names."""
+    """Checks the callbacks that the setting `callbacks` names, as `Contract` checks other kinds of extensions."""
 
     @staticmethod
     def check(callback: Any, name: str) -> None:
-        """Raise `InputError` unless it is a function (hook, record), or has a method for a hook."""
+        """Raise `InputError` unless `callback` is a function (hook, record), or has a method named like a hook."""
         if _has_hooks(callback):
             return
         try:
@@ -52,19 +52,19 @@ def check_options(entries: Sequence[Any]) -> None:
     """Raise `InputError` if the class of a callback does not accept the options of its entry."""
     for index, (name, _, options) in enumerate(map(callback_options, entries)):
         callback: Any = load_custom(name)
+        if not isinstance(callback, type) and options:
+            raise InputError(f"callbacks.{index}: {name}: only a class accepts options. Remove them, or use a class.")
         try:
             if isinstance(callback, type):
                 inspect.signature(callback).bind(**options)
-            elif options:
-                raise TypeError("only a class accepts options")
         except TypeError as error:
-            raise InputError(f"callbacks.{index}: {name}: {error}. Pass the options that it accepts.") from None
+            raise InputError(f"callbacks.{index}: {name}: {error}. Pass the options that the class accepts.") from None
 
 
 def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
     """Return the objects or, if `pickled`, strings from which another process restores them.
 
-    Their classes may be defined in a notebook. Raises `InputError` for an object that cannot be called or pickled.
+    Their classes may be defined in a notebook. Raises `InputError` for a callback that is invalid or cannot be pickled.
     """
     for index, callback in enumerate(objects):
         KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
@@ -72,6 +72,7 @@ def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, 
 
 
 def _pickle(callback: Any) -> str:
+    """Return the module to import first, "" if none, and the pickled callback in base64, separated by a space."""
     import cloudpickle
 
     function = callback
@@ -80,20 +81,20 @@ def _pickle(callback: Any) -> str:
     module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
-    else:  # the module may be in the program's folder, where workers do not search
+    else:  # workers import the module, too; it may be in the program's folder
         import_modules([module], Path(sys.path[0]))
     try:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create such objects in "
-            "its first hook."
+            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create objects that "
+            "cannot be pickled in the callback's first hook call."
         ) from None
 
 
-def _unpickle(packed: str) -> Any:
+def _unpickle(serialized: str) -> Any:
     """Restore the argument of `_pickle`. The string comes from the launcher of this run, never from a file."""
-    module, data = packed.split(" ")
+    module, data = serialized.split(" ")
     if module:
         load_custom(module)
     return pickle.loads(base64.b64decode(data))
@@ -107,10 +108,10 @@ class Callbacks:
         objects: the result of `serialize_callbacks`.
         rank: rank of this worker.
         log: function that records an event.
-        call_context: returns a context manager in which each callback is called, since a call may take long.
+        call_context: function that returns a context manager around a call, such as the watchdog's `awaiting`.
 
     Attributes:
-        stop_reason: the reason to stop the run after a checkpoint; "" if it continues.
+        stop_reason: why the run must save a checkpoint and stop; "" if it may continue.
     """
 
     def __init__(
@@ -122,43 +123,44 @@ class Callbacks:
         call_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._log, self._call_context, self._rank, self.stop_reason = log, call_context, rank, ""
-        self._reported: set[int] = set()
-        targets = [(name, stops, load_custom(name), options) for name, stops, options in map(callback_options, entries)]
+        self._reported_indices: set[int] = set()
+        parsed = map(callback_options, entries)
+        targets = [(name, stop_on_error, load_custom(name), options) for name, stop_on_error, options in parsed]
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
         targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
         self._callbacks = [
-            (name, stops, _to_function(name, target, options))
-            for name, stops, target, options in targets
+            (name, stop_on_error, _to_function(name, target, options))
+            for name, stop_on_error, target, options in targets
             if rank == 0 or getattr(target, "every_rank", False)
         ]
 
     def call(self, hook: str, record: Mapping[str, Any]) -> None:
-        """Call all callbacks with a copy of the record. A callback's first error is recorded, and may stop the run."""
-        for index, (name, stops, function) in enumerate(self._callbacks):
+        """Call each callback with a copy of the record. Its first error is recorded; `on_error: stop` stops the run."""
+        for index, (name, stop_on_error, function) in enumerate(self._callbacks):
             try:
                 with self._call_context():
                     function(hook, MappingProxyType(copy.deepcopy(dict(record))))
             except (Exception, SystemExit) as error:
-                reason = next(iter(str(error).strip().splitlines()), "")
-                message = (
-                    f"the callback {name} raised {type(error).__name__} in {hook} of step {record['step']}: {reason}"
-                )
-                self.stop_reason = self.stop_reason or (message if stops else "")
-                if index not in self._reported:
-                    self._reported.add(index)
+                error_type, reason = type(error).__name__, next(iter(str(error).strip().splitlines()), "")
+                message = f"the callback {name} raised {error_type} in {hook} of step {record['step']}: {reason}"
+                self.stop_reason = self.stop_reason or (message if stop_on_error else "")
+                if index not in self._reported_indices:
+                    self._reported_indices.add(index)
                     logger.warning("%s", message, exc_info=error)
-                    effect = "the run stops" if stops else "the run continues; its later errors are not reported"
+                    effect = (
+                        "the run stops" if stop_on_error else "the run continues; its later errors are not reported"
+                    )
                     message += f"; {effect}. logs/training-{self._rank}.log has the traceback"
                     self._log(make_event("callback", message, step=record["step"]))
 
     def call_for_each(self, hook: str, records: list[dict[str, Any]]) -> None:
-        """Call `hook` for each of `records`, such as checkpoints written in the background, and clear the list."""
+        """Call `hook` for each of `records`, such as new checkpoints, and clear the list."""
         while records:
             self.call(hook, records.pop(0))
 
 
 def _to_function(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
-    """Return the callable `(hook, record)` of a function, class or instance."""
+    """Convert a function, class or object to a function (hook, record)."""
     try:
         instance = target(**options) if isinstance(target, type) else target
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Forks a run: the new run starts from a checkpoint of another and continues with its config.
+"""Forks a run: a new run, with another config, continues from a checkpoint of its parent run.
 
-The checkpoint is copied into the new run's folder as if that run had written it; then the run resumes.
+The checkpoint is copied into the new run's folder as if the new run had written it; then the new run resumes from it.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from pretrain.tracking.mirror import new_id
 
 
 def start_fork(config: PretrainConfig) -> bool:
-    """Copy the checkpoint of `fork_from` into the run's folder, unless the folder already has checkpoints.
+    """Copy the checkpoint `fork_from` into the run's folder, unless the folder already has checkpoints.
 
     The records of earlier steps are copied, too. On the same file system, the checkpoint is hard-linked, not copied.
     Returns whether the run starts from this checkpoint.
 
     Raises:
-        InputError: there is no such checkpoint, it is damaged, or `config` differs in settings of earlier steps.
+        InputError: the checkpoint is missing or damaged, or `config` changes settings of the steps before it.
     """
     from pretrain.run.preflight import locked_run
     from pretrain.storage.runs import StoredRun
@@ -45,7 +45,7 @@ def start_fork(config: PretrainConfig) -> bool:
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
             is_same_fork = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same_fork and names == [_checkpoint_name(step)]  # a fork that has not taken a step yet
+            return is_same_fork and names == [_checkpoint_name(step)]  # forked earlier, but no step yet
         _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -57,7 +57,7 @@ def start_fork(config: PretrainConfig) -> bool:
 
 @contextlib.contextmanager
 def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
-    """Wrap the training of a fork; if it is refused before its first step, remove the copied checkpoint and records."""
+    """Remove the copied checkpoint and records if the fork's training raises `InputError` before its first step."""
     try:
         yield
     except InputError:
@@ -71,7 +71,7 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
 
 
 def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
-    """Return (step, path) of the checkpoint `fork_from`, not fetched yet; `InputError` if the fork is impossible."""
+    """Return (step, local path) of the checkpoint `fork_from`, not fetched yet; `InputError` if it cannot be forked."""
     from pretrain.storage.runs import StoredRun
 
     run, step = _parse_fork_from(config)
@@ -81,16 +81,16 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
     if name not in names:
         steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
         if not steps:
-            raise InputError(f"fork_from: {run} has no checkpoint: there is no run, or it has not written one yet.")
+            raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
         nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
         raise InputError(
-            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps the checkpoints "
-            "of chosen steps."
+            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. Use one of these; to keep the "
+            "checkpoint of another step, list it in that run's checkpoint.keep_at."
         )
     if step >= config.total_steps:
         raise InputError(
-            f"fork_from: step {step} is not before the end of the phases, which have {config.total_steps} steps. Add "
-            "the steps that the fork is to take."
+            f"fork_from: step {step}, but the phases end after {config.total_steps} steps. Add steps to the last "
+            "phase, or add a phase."
         )
     return step, folder / "checkpoints" / name
 
@@ -110,7 +110,7 @@ def _run_location(run: str, folder: Path) -> str:
 
 
 def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
-    """Raise `InputError` if the checkpoint is damaged, or `config` differs in settings of earlier steps."""
+    """Raise `InputError` if the checkpoint is damaged, or `config` changes settings of the steps before it."""
     from pretrain.checkpoint import store
     from pretrain.run.preflight import config_of_checkpoint
 
@@ -119,7 +119,7 @@ def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     if changed := changed_for_resume(old_config, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(changed)}. Restore the "
-            f"old values; to change something, end the phase at step {step} and add another."
+            f"old values; to change settings from step {step} on, end the phase there and add another."
         )
 
 
@@ -133,7 +133,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # id of the W&B run; a repeated first start gets the same
+        "id": new_id(config),  # W&B id, stored here so that it stays the same if the first start is repeated
         "run": _run_location(_parse_fork_from(config)[0], parent),
         "name": parent_config["name"],
         "step": step,
@@ -145,7 +145,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         ],
     }
     write_json(folder / FORK_FILE, fork)
-    if (parent / START_FILE).is_file():  # the parent started from a checkpoint; exports need this file
+    if (parent / START_FILE).is_file():  # origin of the parent's initial weights; exports need it
         shutil.copyfile(parent / START_FILE, folder / START_FILE)
     final = folder / "checkpoints" / checkpoint.name
     temporary = final.with_name(f".{final.name}.tmp")

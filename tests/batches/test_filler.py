@@ -168,7 +168,7 @@ def shapes_of_a_step(batch: MicroBatch) -> list[tuple[str, list[tuple[int, ...]]
 
 
 def test_different_texts_take_the_same_kernels_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "has_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "supports_flash", lambda *_: True)
     first = make_batch([*range(60, 124), 128], VOCABULARY)
     second = make_batch([70, *range(61, 124), 128], VOCABULARY)
     assert shapes_of_a_step(first) != shapes_of_a_step(second)

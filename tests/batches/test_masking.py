@@ -57,10 +57,10 @@ def test_exact_counts_and_never_a_special_token(shards, next_sentence, length, m
 def test_counts_are_known_from_lengths(shards):
     plan, rows, masked = mask(shards, np.arange(500), max_predictions=7)
     masker = Masker(shards, DEFAULT, sequence_length=64, max_predictions=7)
-    known = masker.counts(plan.lengths, special_tokens=3)
+    known = masker.max_counts(plan.lengths, special_tokens=3)
     assert np.array_equal(known, np.bincount(rows.sequence[masked.indices], minlength=500))
     greedy = Masker(shards, MaskingConfig.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64)
-    assert greedy.counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
+    assert greedy.max_counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
 
 
 def test_every_position_is_as_likely(shards):

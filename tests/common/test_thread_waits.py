@@ -81,7 +81,7 @@ def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.Fixt
 
 def test_no_pool_is_made_near_a_limit_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """libgomp exits the process if it cannot create a thread."""
-    monkeypatch.setattr(thread_waits, "may_start", lambda _: False)
+    monkeypatch.setattr(thread_waits, "may_start_pool", lambda _: False)
     script = Script([0.9, 0.9, 0.9], monkeypatch)
     thread_waits.watch(script.pool, script.end, script.waited)
     assert not any(script.held)
@@ -92,15 +92,15 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_waits.resource, "getrlimit", lambda which: (limits[which], 0))
     monkeypatch.setattr(thread_waits, "control_groups", lambda _: [Path("group")])
     monkeypatch.setattr(Path, "read_text", lambda _: "max")  # the cgroup's
-    assert thread_waits.may_start(3)
+    assert thread_waits.may_start_pool(3)
     limits[resource.RLIMIT_NPROC] = 20
-    assert not thread_waits.may_start(3)
+    assert not thread_waits.may_start_pool(3)
     limits[resource.RLIMIT_NPROC] = resource.RLIM_INFINITY
     monkeypatch.setattr(Path, "read_text", lambda path: "1000" if path.name == "pids.max" else "960")
-    assert not thread_waits.may_start(3)
-    assert thread_waits.may_start(2)
+    assert not thread_waits.may_start_pool(3)
+    assert thread_waits.may_start_pool(2)
     limits[resource.RLIMIT_AS] = 1 << 34
-    assert not thread_waits.may_start(2)
+    assert not thread_waits.may_start_pool(2)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ TRAIN = "from tests.corpus.test_byte_bpe import trained; print(trained.__wrapped
 
 def cut(texts: Sequence[str], table: WordTable) -> DocumentPieces:
     """Documents of one sentence each, which are not empty."""
-    return Gpt2Splitter.bertrain(None).cut(texts, [[0]] * len(texts), table)
+    return Gpt2Splitter.for_bertrain(None).cut(texts, [[0]] * len(texts), table)
 
 
 def counts(*texts: str) -> dict[bytes, int]:

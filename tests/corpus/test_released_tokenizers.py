@@ -59,7 +59,7 @@ def test_a_document_has_the_ids_that_the_library_gives(kind: Kind) -> None:
 
 def test_pieces_stand_for_most_documents_and_never_for_added_tokens() -> None:
     """Both ways are tried by the test above; this says which one a text takes."""
-    plain = {kind: DocumentEncoder(make_tokenizer(kind), WordTable()).has_plain_pieces for kind in KINDS}
+    plain = {kind: DocumentEncoder(make_tokenizer(kind), WordTable()).may_encode_by_piece for kind in KINDS}
     assert plain["roberta"]("The dog  don't.\n\ncafe\u0301 <s>")
     assert plain["modernbert"]("The dog don't.\n\ncaf\u00e9 [MASK]")
     for text in ("two  blanks", "|||IP_ADDRESS|||", "cafe\u0301", "[unused1]"):
@@ -77,7 +77,7 @@ def test_sentences_start_where_the_one_before_ends() -> None:
     part = encoder.encode([text], [starts], measure([text]), np.dtype(np.uint16))
     tokens = np.split(part.items, np.cumsum(part.sentence_items)[:-1])
     assert [encoder._tokenizer.decode(sentence.tolist()) for sentence in tokens] == parts
-    library = encoder._from_library(text, starts, np.dtype(np.uint16))
+    library = encoder._encode_whole(text, starts, np.dtype(np.uint16))
     assert library[1].tolist() == part.sentence_items.tolist()
 
 

@@ -76,7 +76,7 @@ def take_a_step(case: dict[str, Any]) -> None:
     PassGraphs.run = launch_what_would_be_recorded  # type: ignore[method-assign]
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     host_reads_of_evaluation.clear()
-    attention.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
+    attention.supports_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
     batch = batch_of(case)
     with fake_mode() as mode:
         grouped_op.group_sequences = groups_of(mode)  # type: ignore[assignment]

@@ -167,8 +167,8 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("at", "changes", "message"),
     [
-        (3, {}, "has no checkpoint of step 3; the nearest are 2 and 4. checkpoint.keep_at keeps"),
-        (9, {}, "step 9 is not before the end of the phases, which have 9 steps"),
+        (3, {}, "has no checkpoint of step 3; the nearest are 2 and 4. Use one of these; to keep"),
+        (9, {}, "step 9, but the phases end after 9 steps"),
         (4, {"model": {"layers": 3}}, r"different settings before step 4: model.layers \(2 -> 3\)"),
         (4, {"seed": 5}, r"different settings before step 4: seed \(0 -> 5\)"),
         (4, {"phases": [{"global_sequences": 16}, {}]}, r"phases.0.global_sequences \(8 -> 16\)"),

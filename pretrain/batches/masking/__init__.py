@@ -1,6 +1,6 @@
 """Masking for masked language modeling (Devlin et al. 2019, section 3.1), on concatenated sequences.
 
-Masked tokens and replacements depend only on a sample's key and the position (invariant 1 in docs/invariants.md). Every
+Masked tokens and their replacements depend only on a sample's text and key (invariant 1 in docs/invariants.md). Every
 module of this package is a masking scheme: its class `Scheme` chooses the tokens. A config selects a scheme by name.
 docs/extend/add-a-masking-scheme.md shows how to add one.
 """
@@ -26,31 +26,31 @@ from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
-_TOKEN_BITS = 1 << 32  # counter for `draw`; pairs.py and scheme.py use other counters
-# Unused vocabulary entries of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
-_UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
+_TOKEN_STREAM = 1 << 32  # counter for `draw`, for random bits of tokens; pairs.py and scheme.py use other counters
+# Entries that never replace a token: unused ones of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
+_UNUSABLE = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
 class MaskingResult:
-    """The result of masking S sequences of T tokens, K of them masked."""
+    """The result of masking K of the T tokens of concatenated sequences."""
 
     input_ids: np.ndarray  # int64 [T], ids after masking
     indices: np.ndarray  # int64 [K], ascending indices of the masked tokens
     labels: np.ndarray  # int64 [K], ids of the masked tokens before masking
-    token_keys: np.ndarray  # int32 [T], random bits of each token, to seed dropout
+    token_keys: np.ndarray  # int32 [T], random bits of each token: its dropout seed
 
 
 class Masker:
-    """Masks tokens in concatenated sequences: at most as many as `counts` returns, and no special tokens.
+    """Masks tokens in S concatenated sequences: at most `max_counts` in each, and no special tokens.
 
     Args:
-        source: the corpus; for text that is not from a corpus, its vocabulary.
-        masking: the scheme, and the shares of tokens to mask and replace.
+        source: the corpus, or the vocabulary of text that is not from a corpus.
+        masking: the config section: the scheme and the probabilities of masking and replacing tokens.
         sequence_length: maximum sequence length.
-        max_predictions: maximum tokens to predict in a sequence; 0 means the masking share of `sequence_length`.
+        max_predictions: maximum number of masked tokens per sequence; 0 means `probability` times `sequence_length`.
 
-    The argument `share` of methods, float64 [S], is the share of tokens to predict in each sequence, by default
+    The methods' argument `probability`, float64 [S], is the fraction of tokens to mask in each sequence, by default
     `masking.probability`. The constructor raises `InputError` if vocab.txt does not match the shards.
     """
 
@@ -70,50 +70,50 @@ class Masker:
         self.has_exact_counts = self._scheme.has_exact_counts
 
     @classmethod
-    def without_corpus(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
+    def without_corpus(cls, vocabulary: MaskingVocabulary, probability: float, sequence_length: int) -> Masker:
         """Return a masker that masks single tokens, for text that is not from a corpus."""
-        masking = MaskingConfig(probability=share)
+        masking = MaskingConfig(probability=probability)
         return cls(vocabulary, masking, sequence_length=sequence_length, max_predictions=0)
 
-    def counts(
-        self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
+    def max_counts(
+        self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, probability: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the number of masked tokens in sequences of `lengths`: exact if `has_exact_counts`, else a maximum."""
-        return np.minimum(self._limits(lengths, share), lengths - special_tokens)
+        """Return the maximum (the exact, if `has_exact_counts`) number of masked tokens per sequence of `lengths`."""
+        return np.minimum(self._limits(lengths, probability), lengths - special_tokens)
 
-    def apply(self, tokens: PackedTokens, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
+    def apply(self, tokens: PackedTokens, key: np.ndarray, probability: np.ndarray | None = None) -> MaskingResult:
         """Mask `tokens`; `key` is the random key of each sequence, uint64 [S]."""
         bits = _token_bits(tokens, key)
-        chosen = self._choose(tokens, bits, share)
+        chosen = self._choose(tokens, bits, probability)
         labels = tokens.input_ids[chosen]
         input_ids = tokens.input_ids.copy()
         input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
         return MaskingResult(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
-    def count(self, tokens: PackedTokens, key: np.ndarray, share: np.ndarray | None = None) -> int:
+    def count_masked(self, tokens: PackedTokens, key: np.ndarray, probability: np.ndarray | None = None) -> int:
         """Return the number of tokens that `apply` would mask."""
-        return len(self._choose(tokens, _token_bits(tokens, key), share))
+        return len(self._choose(tokens, _token_bits(tokens, key), probability))
 
-    def _choose(self, tokens: PackedTokens, bits: np.ndarray, share: np.ndarray | None) -> np.ndarray:
-        return self._scheme.choose(tokens, bits, self._limits(np.diff(tokens.starts), share))
+    def _choose(self, tokens: PackedTokens, bits: np.ndarray, probability: np.ndarray | None) -> np.ndarray:
+        return self._scheme.choose(tokens, bits, self._limits(np.diff(tokens.starts), probability))
 
-    def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
-        """Return the maximum tokens to predict in sequences of these `lengths`, at least 1; int64 [S]."""
-        shares = self._probability if share is None else share
-        limit = self._max_predictions or np.rint(shares * self._sequence_length).astype(np.int64)
-        return np.clip(np.rint(shares * lengths).astype(np.int64), 1, np.maximum(1, limit))
+    def _limits(self, lengths: np.ndarray, probability: np.ndarray | None) -> np.ndarray:
+        """Return the maximum number of masked tokens in sequences of `lengths`, at least 1; int64 [S]."""
+        probabilities = self._probability if probability is None else probability
+        limit = self._max_predictions or np.rint(probabilities * self._sequence_length).astype(np.int64)
+        return np.clip(np.rint(probabilities * lengths).astype(np.int64), 1, np.maximum(1, limit))
 
 
 def find_replacement_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
     """Return the ids that may replace a token (int64, ascending): all but special, unused and byte-fallback entries."""
     excluded = set(special)
-    ids = [index for index, entry in enumerate(entries) if index not in excluded and not _UNUSED.fullmatch(entry)]
+    ids = [index for index, entry in enumerate(entries) if index not in excluded and not _UNUSABLE.fullmatch(entry)]
     return np.array(ids, np.int64)
 
 
 def _token_bits(tokens: PackedTokens, key: np.ndarray) -> np.ndarray:
-    """Return 64 random bits per token, uint64 [T]: the upper half is its token key, the lower shuffles the tokens."""
-    return draw(draw(key, _TOKEN_BITS)[tokens.sequence], tokens.positions)
+    """Return 64 random bits per token, uint64 [T]: the upper 32 are its dropout seed, the lower 32 its sort key."""
+    return draw(draw(key, _TOKEN_STREAM)[tokens.sequence], tokens.positions)
 
 
 def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
@@ -124,12 +124,12 @@ def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary that they were made with, or prepare the corpus again."
         )
-    spell = speller(entries)
+    spell = speller(entries)  # None for a WordPiece
     # Released vocabularies have special tokens that model inputs never contain, such as <|endoftext|>.
     unused_special = special_added_ids(shards.folder) if spell else ()
     replacement_ids = find_replacement_ids(entries, {*shards.special_ids.values(), *unused_special})
     if not len(replacement_ids):
-        raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
+        raise InputError(f"{path}: all tokens are special or unused. Prepare the corpus again.")
     # Japanese checkpoints expect text that is already segmented into words, and do not split at ideographs.
     is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
     edges = word_edges(entries, spell, is_segmented=is_segmented)

@@ -1,6 +1,6 @@
-"""torch's varlen flash kernel on CUDA, for half precision.
+"""Attention with torch's varlen flash kernel on CUDA, in half precision.
 
-Shape letters: T tokens, R query positions, S sequences, N heads, D width of a head.
+Shape letters: T tokens, R query positions, N heads, D width of a head, H = N * D.
 """
 
 import functools
@@ -12,7 +12,7 @@ from pretrain.config import FLASH_WIDTHS
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 
 
-def has_flash(hidden: Tensor, heads: int) -> bool:
+def supports_flash(hidden: Tensor, heads: int) -> bool:
     """Return whether the kernel supports the device, dtype and head width of `hidden` [T, H]."""
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
@@ -20,33 +20,33 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
 
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
-    """Compute the context [R, H] from [T, 3H]; dropout uses the device's random number generator."""
+    """Compute the attention output [R, H] from `qkv` [T, 3H]; dropout uses the device's torch generator."""
     if layout.queries is not None and options.window:
-        # The kernel assumes adjacent queries that end with the last key, so its windows would be wrong.
+        # The kernel assumes contiguous queries, the last one aligned with the last key: with a subset of queries, its
+        # sliding windows would be misplaced. So compute all outputs, then select.
         return flash_attention(qkv, layout._replace(queries=None), options).index_select(0, layout.queries)
     q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
-    cu_queries = layout.cu_seqlens
+    cu_seqlens_q = layout.cu_seqlens
     if layout.queries is not None:
-        q_RND, cu_queries = q_RND.index_select(0, layout.queries), query_boundaries(layout.queries, layout.cu_seqlens)
-    window = dict.fromkeys(("window_size_left", "window_size_right"), options.window) if options.window else {}
+        q_RND, cu_seqlens_q = q_RND.index_select(0, layout.queries), query_boundaries(layout.queries, layout.cu_seqlens)
+    window_sizes = {"window_size_left": options.window, "window_size_right": options.window} if options.window else {}
     # The op that torch.nn.attention.varlen wraps; the wrapper has no dropout.
-    context_RND = torch.ops.aten._flash_attention_forward(
+    output_RND = torch.ops.aten._flash_attention_forward(
         q_RND,
         k_TND,
         v_TND,
-        cu_queries,
+        cu_seqlens_q,
         layout.cu_seqlens,
         layout.max_seqlen,
         layout.max_seqlen,
         options.dropout,
         False,  # is_causal
         False,  # return_debug_mask
-        **window,
+        **window_sizes,
     )[0]
-    return context_RND.flatten(1)
+    return output_RND.flatten(1)
 
 
 @functools.cache
 def _is_ampere_or_newer(device: torch.device) -> bool:
-    """Return whether a GPU is Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

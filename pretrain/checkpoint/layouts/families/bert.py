@@ -1,4 +1,4 @@
-"""BERT: transformers models/bert/modeling_bert.py and configuration_bert.py, 5.23.
+"""BERT: models/bert/modeling_bert.py and configuration_bert.py of transformers 5.23.
 
 Also defines what close relatives share: names within a layer, and keys of config.json.
 """
@@ -29,14 +29,14 @@ CONFIG_KEYS = {
     "init_std": "initializer_range",
     "layer_norm_eps": "layer_norm_eps",
 }
-DEFAULTS = {"attention_dropout": 0.1}
+DEFAULTS = {"attention_dropout": 0.1}  # transformers' default, if config.json has no attention_probs_dropout_prob
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute", None),
     "is_decoder": (False, None),
     "add_cross_attention": (False, None),
     "pruned_heads": ({}, None),
 }
-# NVIDIA DeepLearningExamples modeling.py, LinearActivation.
+# Names in checkpoints of NVIDIA DeepLearningExamples (modeling.py, LinearActivation), and transformers' names.
 SPELLINGS = ((r"\.dense_act\.", ".dense."),)
 UNPREFIXED = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
 OUT_MODULES = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
@@ -53,14 +53,14 @@ def embedding_modules(prefix: str) -> dict[str, str]:
 
 
 def read_tying(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read whether the decoder is tied to the word embeddings: it is unless config.json says otherwise."""
+    """Read whether the decoder is tied to the word embeddings, which is the default."""
     return {"tied_decoder": config.get("tie_word_embeddings") is not False}
 
 
 def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json that `read_tying` and `SUPPORTED` check."""
-    absolute = {"position_embedding_type": "absolute"}
-    return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
+    """Return fields of config.json: `position_embedding_type` and, for an untied decoder, `tie_word_embeddings`."""
+    positions = {"position_embedding_type": "absolute"}
+    return positions if model.tied_decoder else {**positions, "tie_word_embeddings": False}
 
 
 LAYOUT = Layout(
@@ -75,8 +75,8 @@ LAYOUT = Layout(
         "heads.mlm": "cls.predictions",
         "heads.decoder": "cls.predictions.decoder",
         "heads.nsp": "cls.seq_relationship",
-        "heads.pooler": "bert.pooler.dense",
-        "head.dense": "bert.pooler.dense",
+        "heads.pooler": "bert.pooler.dense",  # first layer of the next-sentence head
+        "head.dense": "bert.pooler.dense",  # first layer of a task's head
     },
     decoder="cls.predictions.decoder",
     out_modules=OUT_MODULES,
