@@ -3,7 +3,8 @@
 `products` measures the rates of BERT's matmuls for forward, input gradient and weight gradient, the last one also with
 its narrower operand transposed first. A round counts only if a square matmul in the same round reaches 0.8 of the
 fastest one, because virtual machines share AMX. `kernels` measures from oneDNN's log how many milliseconds per step
-oneDNN spends on generating kernels and on matmuls. Each takes at most ten minutes.
+oneDNN spends on generating kernels and on matmuls. `attention` compares loops in C++ with batched matmuls. Each takes at
+most ten minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -21,7 +23,10 @@ from torch import Tensor
 from pretrain.common.children import run_program
 from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
+from pretrain.model.kernels import grouped_op
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.products import weight_gradient_by_copy
+from pretrain.model.positions import rotation
 
 SHAPES = (8192, 256, 1024), (8192, 256, 768), (2048, 768, 3072), (2048, 768, 768), (600, 256, 8000)
 _SQUARE, _MIN_SPEED = 2048, 0.8  # size of the square matmul; minimum relative speed for a round to count
@@ -30,10 +35,10 @@ _SQUARE, _MIN_SPEED = 2048, 0.8  # size of the square matmul; minimum relative s
 def main(argv: list[str]) -> int:
     """Run one part and print its table."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench amx", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("products", "kernels"), help="what to measure")
+    parser.add_argument("part", choices=("products", "kernels", "attention"), help="what to measure")
     parser.add_argument("--threads", type=positive_int, default=1, help="threads (default: 1)")
     parser.add_argument(
-        "--rounds", type=positive_int, default=9, help="products: number of rounds; the median is printed"
+        "--rounds", type=positive_int, default=9, help="products, attention: number of rounds; the median is printed"
     )
     parser.add_argument("--config", help="kernels: config of a run, whose corpus is prepared")
     parser.add_argument("--windows", nargs="+", default=["100-120", "1000-1020"], help="kernels: steps to measure")
@@ -41,7 +46,10 @@ def main(argv: list[str]) -> int:
     if options.part == "kernels" and not options.config:
         raise InputError("bench amx kernels: --config is missing. Give the config of a run whose corpus is prepared.")
     torch.set_num_threads(options.threads)
-    rows = products(options.rounds) if options.part == "products" else kernels(options.config, options.windows)
+    if options.part == "kernels":
+        rows = kernels(options.config, options.windows)
+    else:
+        rows = (products if options.part == "products" else attention)(options.rounds)
     for row in rows:
         print(row, flush=True)
     return 0
@@ -69,6 +77,30 @@ def products(rounds: int) -> Iterator[str]:
             rate = f"{work / statistics.median(kept):,.0f}" if kept else "no round counts"
             yield f"{rows} x {width} x {inner}  {kind:36} {rate:>8} GFLOP/s  {len(kept)} of {rounds} rounds"
         yield f"{'':22}square matmul    {2e-9 * _SQUARE**3 / fastest:>23,.0f} GFLOP/s"
+
+
+def attention(rounds: int) -> Iterator[str]:
+    """Yield rows with the milliseconds of both passes of one layer, 8,192 tokens, 4 heads of 64, rotary."""
+    for length, window in ((32, 0), (128, 0), (512, 0), (512, 64), (1024, 0), (2048, 0)):
+        lengths = (length,) * (8192 // length)
+        offsets = torch.arange(0, 8193, length, dtype=torch.int32)
+        turns = rotation(torch.arange(length).repeat(len(lengths)), 64, 10_000.0)
+        layout = TokenLayout(offsets, lengths, None, torch.zeros(8192, dtype=torch.int32), turns)
+        options = AttentionOptions(4, fused=True, window=window)
+        qkv = torch.randn(8192, 768).bfloat16().requires_grad_()
+
+        def passes(qkv: Tensor = qkv, layout: TokenLayout = layout, options: AttentionOptions = options) -> Tensor:
+            context = grouped_op.grouped_attention(qkv, None, layout, options)[0]
+            context.backward(context.detach())
+            return context
+
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(rounds + 1):  # the first one compiles
+            for is_native, times in found.items():
+                with unittest.mock.patch.object(grouped_op, "prefer_native_attention", lambda *_, on=is_native: on):
+                    times.append(1e3 * _seconds(passes))
+        medians = [statistics.median(times[1:]) for times in found.values()]
+        yield f"length {length:5} window {window:3}  C++ {medians[0]:7.1f} ms  matmuls {medians[1]:7.1f} ms"
 
 
 def _seconds(function: Callable[[], Tensor]) -> float:
