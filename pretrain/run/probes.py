@@ -27,8 +27,7 @@ from pretrain.tracking.tracker import send_probes
 WAIT_SECONDS = 600.0  # how long a finished run waits for its last scores
 
 _SETTING = "evaluation.probes"
-# Number of sentence pairs scored per BLiMP paradigm. With 67 paradigms, the standard error of the mean accuracy is at
-# most 1.4 percentage points.
+# Sentence pairs scored per BLiMP paradigm. With 67 paradigms, the mean accuracy has a standard error below 1.4 points.
 _BLIMP_PAIRS = 20
 _LOWEST_PRIORITY = 19  # nice value
 _EXIT_SECONDS = 5.0  # how long the process may take to exit before it is killed
