@@ -99,10 +99,7 @@ def wait_for_turn(name: str, dashboard: Dashboard, is_stopped: Callable[[], bool
 
 
 def pause_seconds(num_ahead: int) -> float:
-    """Return the seconds between two polls of a job, given the number of jobs ahead of it.
-
-    100 waiting jobs together send about 20 requests per second.
-    """
+    """Return the seconds between two polls with `num_ahead` jobs ahead; 100 waiting jobs send about 20 requests/s."""
     return min(_MIN_PAUSE_SECONDS * (1 + num_ahead / 8), _MAX_PAUSE_SECONDS)
 
 
@@ -194,8 +191,7 @@ class Dashboard:
     """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._url, self._host = url, parts.netloc
+        self._url, self._host = url, urlsplit(url).netloc
         token = _read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 

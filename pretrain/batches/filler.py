@@ -64,7 +64,6 @@ def _rounding_unit(count: int, growth: float, minimum: int = 1) -> int:
 
 
 def _missing_to_multiple(count: int, unit: int) -> int:
-    """Return the smallest number that, added to `count`, gives a multiple of `unit`."""
     return -count % unit
 
 

@@ -106,18 +106,13 @@ class WordBoundaries:
 
     A token continues the word of the previous token if its entry may continue a word and, if classes are given, the
     class of its first character equals the class of the previous token's last character.
-
-    Attributes:
-        continues: bool [V], whether the entry may continue a word.
-        first_class, last_class: uint8 [V], classes of the entry's first and last character.
-        partial: int64 [4, V], for characters that span several tokens: number and value of the bytes at the entry's
-            start that belong to an earlier token's character; for the incomplete character at its end, the number of
-            missing bytes, and the value of the others.
     """
 
-    continues: np.ndarray
-    first_class: np.ndarray | None = None
-    last_class: np.ndarray | None = None
+    continues: np.ndarray  # bool [V], whether the entry may continue a word
+    first_class: np.ndarray | None = None  # uint8 [V], class of the entry's first character
+    last_class: np.ndarray | None = None  # uint8 [V], class of the entry's last character
+    # For characters that span several tokens, int64 [4, V]: number and value of the bytes at the entry's start that
+    # continue a character; number of bytes missing from the character at its end, and value of the bytes that it has.
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:

@@ -47,9 +47,8 @@ def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None
         return
     if not (keeps_lines(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"):
         raise InputError(
-            "corpus.line_breaks: keep, but the vocabulary has no tokens for line breaks and indentation. Remove this "
-            "setting, or choose a vocabulary that has them: kind: byte_bpe, or the tokenizer of ModernBERT, RoBERTa or "
-            "mmBERT."
+            "corpus.line_breaks: keep, but the vocabulary has no tokens for line breaks and indentation. Set auto, or "
+            "choose a vocabulary that has them: kind: byte_bpe, or the tokenizer of ModernBERT, RoBERTa or mmBERT."
         )
 
 

@@ -64,10 +64,9 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
-    expected_minutes = pace.minutes(work_of_phases(fitted, lengths))
+    expected = pace.minutes(work_of_phases(fitted, lengths))
     # The run may take longer, since every phase has at least one step.
-    is_longer = expected_minutes > _TOLERANCE * minutes
-    duration = f"{expected_minutes:.3g} min, not {minutes:g}" if is_longer else f"{minutes:g} min"
+    duration = f"{expected:.3g} min, not {minutes:g}" if expected > _TOLERANCE * minutes else f"{minutes:g} min"
     result = f"{fitted.total_steps:,} steps take about {duration} ({config.total_steps:,} in the config)"
     print(f"{pace.timed_steps} steps timed here, {pace.step_seconds:.3g} s each: {result}", flush=True)
     return fitted
@@ -78,8 +77,7 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
 
     Raises `MachineError` with the last line of this run's output if it fails.
     """
-    resolved, _ = resolve_precision(config)
-    cluster = parse_cluster("here", resolved)
+    cluster = parse_cluster("here", resolve_precision(config)[0])
     work = work_of_phases(config, lengths)[0]
     # The temporary run has no batch size ramp, so all its batches have `global_sequences`.
     step_flops = work.executed / work.sequences * config.phases[0].global_sequences

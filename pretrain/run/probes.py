@@ -122,9 +122,7 @@ def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log_path: 
 
 def _wait_for_scores(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
     if child.poll() is None:
-        print(
-            f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the scores of the last checkpoint", flush=True
-        )
+        print(f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the last checkpoint's scores", flush=True)
     is_main_thread = threading.current_thread() is threading.main_thread()
     try:
         with unwind_on_sigterm() if is_main_thread else contextlib.nullcontext():

@@ -124,7 +124,7 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, monkeypatch: Any, c
         facts = started(fake / "run")
     assert not psutil.pid_exists(facts["pid"])
     said = capsys.readouterr()
-    assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
+    assert "waiting up to 0 s for the last checkpoint's scores" in said.out
     texts = f"--texts {fake / 'sleep'} --text-scores held_out"
     assert f"evaluate-pretrained {fake / 'run'} {texts} --follow\n" in said.err
 
