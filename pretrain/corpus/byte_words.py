@@ -131,11 +131,8 @@ def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented
     """Return the word boundaries of a vocabulary. Words are about GPT-2's pre-tokens, each with the space before it.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character, and each letter of a script without
-    spaces starts a word, like ideographs in BERT.
-
-    Args:
-        spell: the vocabulary's `Spell` function; None for a WordPiece, where "##" continues a word.
-        is_segmented: whether a WordPiece is for text already segmented into words, so that only "##" matters.
+    spaces starts a word, like ideographs in BERT. A WordPiece has no `spell`; its entries that start with "##" continue
+    a word. `is_segmented`: text for this WordPiece is already segmented into words, so that only "##" matters.
     """
     if spell is None:
         continues = np.array([entry.startswith("##") for entry in entries], bool)

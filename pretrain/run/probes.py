@@ -27,8 +27,7 @@ from pretrain.tracking.tracker import send_probes
 WAIT_SECONDS = 600.0  # how long a finished run waits for its last scores
 
 _SETTING = "evaluation.probes"
-# Sentence pairs scored per BLiMP paradigm. With 67 paradigms, the mean accuracy has a standard error below 1.4 points.
-_BLIMP_PAIRS = 20
+_BLIMP_PAIRS = 20  # sentence pairs per BLiMP paradigm; mean accuracy of all 67: standard error below 1.4 points
 _LOWEST_PRIORITY = 19  # nice value
 _EXIT_SECONDS = 5.0  # how long the process may take to exit before it is killed
 # Prefixes of environment variables that would make the process join the job's Ray cluster or torchrun's workers.

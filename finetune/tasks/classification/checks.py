@@ -74,5 +74,4 @@ def never_predicted_warnings(
             names_by_cause.setdefault(f". {advice}", []).append(name)
     for cause, names in names_by_cause.items():
         listed = ", ".join(map(repr, names[:_MAX_LISTED])) + ", ..." * (len(names) > _MAX_LISTED)
-        examples = counted(sum(totals[name] for name in names), "example")
-        yield f"the model never predicts {listed} ({examples}){cause}"
+        yield f"the model never predicts {listed} ({counted(sum(map(totals.__getitem__, names)), 'example')}){cause}"
