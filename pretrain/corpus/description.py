@@ -77,7 +77,7 @@ def check_weights(config: PretrainConfig) -> None:
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Describe what `prepare` would do, for --dry-run. `tokenizer`: that of the checkpoint to start from, if any.
+    """Describe what `prepare` would do, for --dry-run, given the `tokenizer` of the checkpoint to start from, if any.
 
     Raises `InputError` like `prepare`, such as for a finished corpus that was prepared with other settings.
     """
@@ -100,7 +100,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
                 check_same_tokenizer(folder, required_tokenizer)
             requested = corpus.sources, inputs_by_source, settings
             matches = match_sources(folder, manifest, *requested, compare_vocabulary=required_tokenizer is None)
-            # New sources get indices after those in the manifest.
+            # New sources get the indices after the manifest's sources.
             new_indices = [n for n, manifest_index in enumerate(matches) if manifest_index >= len(manifest["sources"])]
         else:
             new_indices = find_new_sources(

@@ -63,7 +63,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
         command = [*_command(config), "--pid", str(os.getpid())]
         inherited = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
         environ = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
-        # The process gets its own session, so that Ctrl-C reaches only the run.
+        # The process gets a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
