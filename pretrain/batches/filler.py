@@ -38,7 +38,7 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     filler_sequences = _missing_to_multiple(sequences + min_filler_sequences, sequence_unit) + min_filler_sequences
     filler_tokens = _missing_to_multiple(tokens + filler_sequences, token_unit) + filler_sequences
     filler_lengths = [(filler_tokens + index) // filler_sequences for index in range(filler_sequences)]
-    # The last filler sequence has `filler_rows` + 1 query positions; the longest sequence must have as many tokens.
+    # The last filler sequence has `filler_rows` + 1 query positions; the longest sequence must be at least as long.
     max_row_unit = 1 << (max(*batch.lengths, *filler_lengths).bit_length() - 1)
     filler_rows = _missing_to_multiple(rows, min(max_row_unit, _rounding_unit(rows, _ROW_GROWTH, _MIN_MULTIPLE)))
     ends = tokens + torch.tensor(filler_lengths).cumsum(0)

@@ -128,7 +128,7 @@ class WordBoundaries:
 
 
 def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordBoundaries:
-    """Return the word boundaries of a vocabulary. Words are about GPT-2's pre-tokens, each with the space before it.
+    """Return the word boundaries of a vocabulary. Words are approximately GPT-2's pre-tokens, with the space before them.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character, and each letter of a script without
     spaces starts a word, like ideographs in BERT. A WordPiece has no `spell`; its entries that start with "##" continue
@@ -165,7 +165,7 @@ def _split_partial(text: bytes) -> tuple[str, int, int, int, int]:
 
 
 def _classify_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
-    """Replace _PARTIAL in the tokens' classes by the class of the character; invalid characters are letters.
+    """Replace _PARTIAL in the classes of the tokens' `first` and `last` characters; invalid characters are letters.
 
     In scripts without spaces, a character that spans several tokens starts a word at its last token if its first token
     also contains another character, which belongs to the previous word.

@@ -59,7 +59,7 @@ def read_tokenizer_config(corpus: CorpusConfig) -> dict[str, Any]:
 
 
 def process_count(config: PretrainConfig) -> int:
-    """Return corpus.processes. The default is all cores of this machine, or 0 on a cluster, for all of its cores."""
+    """Return corpus.processes. The default is all cores of this machine, or 0 on a cluster: all of its cores."""
     default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or default
 

@@ -27,7 +27,7 @@ _TRAINING_SHARE = 0.95  # assumed share of the run's time in training steps; in 
 _TIMED_SECONDS = 15  # approximate total duration of the timed steps
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
 _UNTIMED_STEPS = 2  # number of steps at the start that are not timed, because they are slower
-_TOLERANCE = 1.1  # the duration is printed if it exceeds the budget by more than this factor
+_TOLERANCE = 1.1  # the expected duration is printed if it exceeds the budget by more than this factor
 _STEP_SETTINGS = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
 _PERIODIC_SECTIONS = ("checkpoint", "evaluation")  # config sections that have every_steps
 
@@ -106,7 +106,7 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
         min_steps = len(phase.batch_sizes) - 1  # a batch size ramp needs a step for each size before the last
         phases.append({**scaled, "ramp_steps": max(scaled["ramp_steps"], min_steps), "steps": max(steps, min_steps)})
     periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC_SECTIONS}
-    # Scaled within each phase, so that a checkpoint at the end of a phase is still at its end.
+    # `keep_at` is scaled within each phase, so that a checkpoint at the end of a phase stays there.
     phase_ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
         [0, *np.cumsum([phase["steps"] for phase in phases])],
