@@ -22,13 +22,13 @@ _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)
 _BRACKETED = re.compile(r"\[(?:Illustration|Frontispiece|Transcriber|Footnote\b)[^\]]*\]", re.I)
 _UNDERSCORED = re.compile(r"(?<!\w)_([^_]+)_(?!\w)")  # _emphasis_
-_CHAPTER_NUMBER = (
+_NUMERAL = (
     r"(?:[IVXLCDM]+|\d+|the (?:first|last|second)|one|two|three|four|five|six|seven|eight|nine|ten|"
     r"(?:eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|first|"
     r"second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)(?:-\w+)?)"
 )
 _HEADING = re.compile(
-    rf"(?:(?:chapter|book|part|volume|vol\.?|act|scene|canto|letter|stave|section|episode)\b\s*{_CHAPTER_NUMBER}\b.{{0,80}}"
+    rf"(?:(?:chapter|book|part|volume|vol\.?|act|scene|canto|letter|stave|section|episode)\b\s*{_NUMERAL}\b.{{0,80}}"
     r"|(?:contents|preface|prologue|epilogue|introduction|appendix|footnotes?|notes|the end|finis)\.?"
     r"|[IVXLCDM]+\.?|\d+\.?)",
     re.I,
