@@ -128,7 +128,7 @@ class WordBoundaries:
 
 
 def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordBoundaries:
-    """Return the word boundaries of a vocabulary. A word is roughly one of GPT-2's pre-tokens, with the space before it.
+    """Return the word boundaries of a vocabulary. A word is roughly a pre-token of GPT-2, with the space before it.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character, and each letter of a script without
     spaces starts a word, like ideographs in BERT. A WordPiece has no `spell`; its entries that start with "##" continue
