@@ -25,9 +25,9 @@ class PlaceLosses(NamedTuple):
 
 
 class PlaceModel(PretrainingModel):
-    """The encoder with a second head."""
+    """The encoder with a second head. Shape letters: T tokens, K masked tokens, H hidden size, P positions."""
 
-    place_weight: nn.Parameter  # [positions, H]
+    place_weight: nn.Parameter  # [P, H]
 
     def __init__(self, *arguments: Any, positions: int, **options: bool) -> None:
         super().__init__(*arguments, **options)
@@ -47,28 +47,28 @@ class Places(MaskedTokens):
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MaskedTokens.metrics,
         "place_loss": Metric("nats", "Cross-entropy of the position.", "Loss of places"),
-        "place_accuracy": Metric("fraction", "Positions found.", "Places found", "place", live=True),
+        "place_accuracy": Metric("fraction", "Accuracy of positions.", "Places found", "place", live=True),
     }
 
     def build(self, read: ReadFrozen) -> None:
-        shape = self.config.model
-        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions, **self.forward_options)
+        shape, options = self.config.model, {"next_sentence": False, **self.forward_options}
+        self.model = PlaceModel(shape, self.vocabulary, positions=shape.max_positions, **options)
 
     @property
     def terms(self) -> tuple[Term, ...]:
         return Term("mlm", "masked", shown="mlm"), Term("place", "tokens", shown="place")
 
     @property
-    def entries(self) -> int:
+    def head_size(self) -> int:
         """The number of weights of the second head."""
         return self.config.model.max_positions * self.config.model.hidden
 
     def parameters(self) -> list[tuple[str, int, str]]:
         ((name, count, note),) = super().parameters()
-        return [(name, count + self.entries, note)]
+        return [(name, count + self.head_size, note)]
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        return super().useful_flops(lengths, masked) + 6 * self.entries * sum(lengths)
+        return super().useful_flops(lengths, masked) + 6 * self.head_size * sum(lengths)
 
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
         return self.useful_flops(lengths, masked)

@@ -1,7 +1,7 @@
 """The queue of a cluster: a job waits until the jobs submitted before it leave enough capacity.
 
-Hundreds of jobs may wait on the head, so neither Ray nor torch is imported here. A waiting job reads the list of all
-jobs once; then it polls a few of them, one by one, through the dashboard's REST API.
+Hundreds of jobs may wait on the head node, so neither Ray nor torch is imported here. A waiting job reads the list of
+all jobs once; then it polls a few of them, two at a time, through the dashboard's REST API.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
 DONE = "finished"  # the last line of a finished training's output is `NAME: finished`
 
-_ANSWER_SECONDS = 10.0  # time limit of a request
+_REQUEST_TIMEOUT_SECONDS = 10.0
 _UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not answer
-_STOP_SECONDS = 0.5  # time within which a stop takes effect
-_MIN_PAUSE_SECONDS = 2.0  # minimum time between two polls
-_MAX_PAUSE_SECONDS = 30.0
+_STOP_CHECK_SECONDS = 0.5  # time between two checks whether the job was stopped
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 30.0  # time between two polls
 _MAX_NAMES = 3  # maximum number of jobs that a log line names
-_NODES_SECONDS = 60.0  # time after which the nodes are read again even if no job has finished
+_NODE_REFRESH_SECONDS = 60.0  # time after which the list of nodes is read again even if no job has finished
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
 _FIND_DASHBOARD = (
@@ -42,42 +41,42 @@ _FIND_DASHBOARD = (
 
 
 @dataclass(frozen=True)
-class WaitingJob:
-    """A job in the queue."""
+class UnfinishedJob:
+    """A running or waiting job, and the workers that it requests."""
 
     name: str
     min_workers: int
     max_workers: int
-    cpus_per_worker: int  # number of CPUs per worker; 0 divides the cluster's CPUs among the workers
-    submitted_at: int = 0  # time by Ray's clock, which distinguishes it from a later job of the same name
+    cpus_per_worker: int  # number of CPUs per worker; 0: the cluster's CPUs are divided among the workers
+    submitted_at: int = 0  # Ray's start_time of the job; a later job of the same name has another
 
 
 def wait_in_queue(name: str) -> None:
-    """Return when the unfinished jobs that were submitted before `name` leave enough capacity for it.
+    """Return when the unfinished jobs that were submitted before the job `name` leave enough capacity for it.
 
-    So jobs start in the order of their submission and none starves. Ray stores the jobs and their requirements, and
-    places their workers.
+    So jobs start in the order of their submission, and none starves. Ray keeps the list of jobs, and chooses the nodes
+    of their workers.
 
     Raises:
         StoppedError: a SIGTERM arrived.
         MachineError: the cluster's head did not answer for ten minutes.
     """
-    received: list[int] = []  # signals
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    received_signals: list[int] = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: received_signals.append(number))
     try:
-        wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(received))
+        wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(received_signals))
     except MachineError:
-        if received:  # the signal has also stopped the child process that finds the dashboard
+        if received_signals:  # the signal has also stopped the child process that finds the dashboard
             raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
-    """Wait until the job may start. Raises `StoppedError` if `stopped()` is true before that."""
+def wait_for_turn(name: str, dashboard: Dashboard, is_stopped: Callable[[], bool]) -> None:
+    """Wait until the job may start. Raises `StoppedError` if `is_stopped()` is true before that."""
     queue: Queue | None = None
-    answered_at, reported = time.monotonic(), ""  # `reported`: jobs ahead, as last printed
+    answered_at, printed_ahead = time.monotonic(), ""  # `printed_ahead`: the jobs ahead, as last printed
     while True:
         try:
             if queue is None:
@@ -87,43 +86,43 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             may_start = False
             if time.monotonic() - answered_at > _UNREACHABLE_SECONDS:
                 raise
-        if stopped():
-            behind = f" behind {reported}" if reported else ""
+        if is_stopped():
+            behind = f" behind {printed_ahead}" if printed_ahead else ""
             raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; nothing was started.")
         if may_start:
-            if reported:
+            if printed_ahead:
                 print(f"{name}: starts", flush=True)
             return
-        if queue and reported != (reported := _join_names(queue.ahead)):
-            print(f"{name}: {QUEUED}{reported}", flush=True)
-        sleep(pause_seconds(len(queue.ahead) if queue else 0), stopped)
+        if queue and printed_ahead != (printed_ahead := _join_names(queue.ahead)):
+            print(f"{name}: {QUEUED}{printed_ahead}", flush=True)
+        sleep(pause_seconds(len(queue.ahead) if queue else 0), is_stopped)
 
 
-def pause_seconds(ahead: int) -> float:
-    """Return the seconds between two polls of a job with `ahead` jobs ahead: 100 jobs poll about 20 times a second."""
-    return min(_MIN_PAUSE_SECONDS * (1 + ahead / 8), _MAX_PAUSE_SECONDS)
+def pause_seconds(num_ahead: int) -> float:
+    """Return the seconds between two polls with `num_ahead` jobs ahead; 100 waiting jobs send about 20 requests/s."""
+    return min(_MIN_PAUSE_SECONDS * (1 + num_ahead / 8), _MAX_PAUSE_SECONDS)
 
 
 class Queue:
-    """The unfinished jobs that were submitted before the job `name`.
+    """The job `name`, and the jobs ahead of it: the unfinished jobs that were submitted before it.
 
-    Each poll reads the oldest job, which started first, and one of the others in turn. If either has finished, two
-    more are read immediately.
+    Each poll reads the states of two jobs ahead: the oldest, which started first, and one of the others in turn. If
+    either has finished, two more are read immediately.
 
     Raises:
         InputError: the dashboard does not list the job `name`.
-        MachineError: it does not answer.
+        MachineError: the dashboard does not answer.
     """
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
-        active = sorted(
+        unfinished = sorted(  # jobs without `workers` in their metadata were not submitted by bertrain
             (job for job in dashboard.jobs() if job["status"] not in FINISHED and "workers" in (job["metadata"] or {})),
             key=lambda job: job["start_time"] or 0,
         )
-        names = [job["submission_id"] for job in active]
+        names = [job["submission_id"] for job in unfinished]
         if name not in names:
             raise InputError(f"{name}: Ray has no such job.")
-        *self._ahead, self._job = (_parse_job(job) for job in active[: names.index(name) + 1])
+        *self._ahead, self._job = (_parse_job(job) for job in unfinished[: names.index(name) + 1])
         self._dashboard = dashboard
         self._next_index = 0
         self._nodes_read_at = float("-inf")
@@ -140,48 +139,48 @@ class Queue:
             self._nodes_read_at = float("-inf")  # there may be capacity now
         if not self._ahead:
             return True
-        if time.monotonic() - self._nodes_read_at < _NODES_SECONDS:
+        if time.monotonic() - self._nodes_read_at < _NODE_REFRESH_SECONDS:
             return False
         nodes = self._dashboard.nodes()
         self._nodes_read_at = time.monotonic()
-        return leaves_capacity(nodes, self._ahead, self._job)
+        return fits_behind(self._job, self._ahead, nodes)
 
-    def _has_finished(self, job: WaitingJob) -> bool:
+    def _has_finished(self, job: UnfinishedJob) -> bool:
         current = self._dashboard.job(job.name)
         return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted_at
 
-    def _jobs_to_poll(self) -> list[WaitingJob]:
-        """Return the jobs to read now: the oldest, and one of the others in turn."""
+    def _jobs_to_poll(self) -> list[UnfinishedJob]:
+        """Return the jobs ahead to read now: the oldest, and one of the others in turn."""
         if len(self._ahead) < 2:
             return self._ahead
         self._next_index = self._next_index % (len(self._ahead) - 1) + 1
         return [self._ahead[0], self._ahead[self._next_index]]
 
 
-def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], job: WaitingJob) -> bool:
-    """Return whether the bundles of `job` fit on `nodes` together with the bundles of the jobs ahead of it.
+def fits_behind(job: UnfinishedJob, ahead: Sequence[UnfinishedJob], nodes: Sequence[NodeSize]) -> bool:
+    """Return whether the workers of `job` fit on `nodes` together with the workers of the jobs ahead of it.
 
-    Jobs ahead reserve their maximum number of workers, `job` its minimum. A job ahead that does not fit waits for
-    nodes, and no later job overtakes it.
+    Jobs ahead reserve their maximum number of workers, `job` its minimum. If not even the minimum of a job ahead fits,
+    that job waits for nodes, and no later job overtakes it.
     """
     free = [list(node) for node in nodes]
     for earlier in ahead:
-        if _take_bundles(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
+        if _reserve_workers(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
             return False
-    return _take_bundles(free, nodes, job, job.min_workers) == job.min_workers
+    return _reserve_workers(free, nodes, job, job.min_workers) == job.min_workers
 
 
-def _take_bundles(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
-    """Take up to `limit` of the job's bundles from `free`, each on the fullest node with room; return how many fit."""
+def _reserve_workers(free: list[list[int]], nodes: Sequence[NodeSize], job: UnfinishedJob, limit: int) -> int:
+    """Reserve free CPUs and GPUs for up to `limit` workers, each on the fullest node with room; return how many fit."""
     try:
         cpus = job.cpus_per_worker or choose_elastic_cpus(nodes, job.min_workers, job.max_workers, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0
-    for taken in range(limit):
+    for reserved in range(limit):
         fitting = [node for node in free if node[0] >= cpus and node[1] >= gpus]
         if not fitting:
-            return taken
+            return reserved
         chosen = min(fitting, key=lambda node: (node[1], node[0]))
         chosen[0] -= cpus
         chosen[1] -= gpus
@@ -189,11 +188,10 @@ def _take_bundles(free: list[list[int]], nodes: Sequence[NodeSize], job: Waiting
 
 
 class Dashboard:
-    """REST client of a cluster's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
+    """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._url, self._host = url, parts.netloc
+        self._url, self._host = url, urlsplit(url).netloc
         token = _read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -202,25 +200,25 @@ class Dashboard:
         return [job for job in self._get("/api/jobs/") or () if job["submission_id"]]
 
     def job(self, name: str) -> dict[str, Any] | None:
-        """Return one job; None if it was deleted."""
+        """Return the job with this name; None if it was deleted."""
         return self._get(f"/api/jobs/{quote(name, safe='')}")
 
     def nodes(self) -> list[NodeSize]:
-        """Return (CPUs, GPUs) of the alive nodes."""
-        answer = self._get("/api/v0/nodes?detail=1&limit=10000") or {}
-        nodes = [node["resources_total"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
+        """Return (number of CPUs, number of GPUs) of each live node."""
+        response = self._get("/api/v0/nodes?detail=1&limit=10000") or {}
+        nodes = [node["resources_total"] for node in response["data"]["result"]["result"] if node["state"] == "ALIVE"]
         return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
 
     def _get(self, path: str) -> Any:
-        connection = http.client.HTTPConnection(self._host, timeout=_ANSWER_SECONDS)
+        connection = http.client.HTTPConnection(self._host, timeout=_REQUEST_TIMEOUT_SECONDS)
         try:
             connection.request("GET", path, headers=self._headers)
-            answer = connection.getresponse()
-            body = answer.read()
-            if answer.status == http.client.NOT_FOUND:
+            response = connection.getresponse()
+            body = response.read()
+            if response.status == http.client.NOT_FOUND:
                 return None
-            if answer.status != http.client.OK:
-                raise MachineError(f"{self._url}{path}: answered with HTTP {answer.status}.")
+            if response.status != http.client.OK:
+                raise MachineError(f"{self._url}{path}: answered with HTTP {response.status}.")
             return json.loads(body)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise MachineError(f"{self._url}: the cluster's head does not answer ({type(error).__name__}).") from None
@@ -233,13 +231,13 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _parse_job(job: Mapping[str, Any]) -> WaitingJob:
-    numbers = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
-    return WaitingJob(job["submission_id"], *numbers.values(), submitted_at=job["start_time"] or 0)
+def _parse_job(job: Mapping[str, Any]) -> UnfinishedJob:
+    requested = (int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker"))
+    return UnfinishedJob(job["submission_id"], *requested, submitted_at=job["start_time"] or 0)
 
 
 def find_dashboard() -> str:
-    """Return the URL of the dashboard of the cluster that this job runs on."""
+    """Return the URL of Ray's dashboard on the cluster that this job runs on."""
     result = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
     url = (result.stdout.split() or [""])[-1]
     if result.returncode or not url.startswith("http"):
@@ -259,8 +257,8 @@ def _read_token() -> str:
         return ""
 
 
-def sleep(seconds: float, stopped: Callable[[], bool]) -> None:
-    """Sleep for `seconds`; return early if `stopped()` is true."""
+def sleep(seconds: float, is_stopped: Callable[[], bool]) -> None:
+    """Sleep for `seconds`; return early if `is_stopped()` is true."""
     deadline = time.monotonic() + seconds
-    while not stopped() and (remaining := deadline - time.monotonic()) > 0:
-        time.sleep(min(remaining, _STOP_SECONDS))
+    while not is_stopped() and (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(remaining, _STOP_CHECK_SECONDS))

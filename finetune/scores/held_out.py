@@ -27,7 +27,7 @@ from pretrain.batches.order import draw
 from pretrain.batches.plan import PackedTokens
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import WordEdges
+from pretrain.corpus.byte_words import WordBoundaries
 from pretrain.corpus.formats import documents_of, files_below
 from pretrain.corpus.inputs import Problems
 
@@ -167,8 +167,8 @@ def _masking_vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) ->
     for entry, token_id in vocabulary.items():
         entries[token_id] = entry
     unused = {token_id for token_id, entry in enumerate(entries) if not entry}
-    edges = WordEdges(np.zeros(len(entries), bool))
-    return MaskingVocabulary(special_ids["mask"], find_replacement_ids(entries, special | unused), edges)
+    boundaries = WordBoundaries(np.zeros(len(entries), bool))
+    return MaskingVocabulary(special_ids["mask"], find_replacement_ids(entries, special | unused), boundaries)
 
 
 def document_key(document: str, seed: int) -> np.uint64:

@@ -1,6 +1,6 @@
-"""Filler: sequences that no loss includes; they are added to micro-batches so that these have few distinct shapes.
+"""Adds filler to micro-batches: dummy sequences, ignored by all losses, so that there are few distinct shapes.
 
-The number of tokens of a micro-batch differs from step to step. On a GPU, each new shape costs time: memory of other
+The number of tokens of a micro-batch differs from step to step. On a GPU, each new shape costs time: memory of new
 sizes is allocated, and a graph captured for one shape (`engine.cuda_graphs`) cannot be replayed for another.
 """
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from pretrain.batches.batch import Filler, MicroBatch
 from pretrain.batches.pairs import IGNORED
 
-_MIN_MULTIPLE = 16  # numbers of tokens and of masked rows are multiples of 16, which suit tensor cores
+_MIN_MULTIPLE = 16  # numbers of tokens and of tokens to predict are multiples of 16, which suit tensor cores
 
-# Maximum relative growth by rounding; filler sequences add a few more tokens. In a run of mini.yaml, where the
-# masking share and the number of sequences change, 600 micro-batches have 46 shapes instead of 457, with 2 % more
-# tokens and 4 % more masked rows.
+# Maximum relative growth by rounding, except that filler sequences may add a few more tokens. In a run of mini.yaml,
+# where the masking share and the number of sequences change, 600 micro-batches have 46 shapes instead of 457, with 2 %
+# more tokens and 4 % more entries in `masked_rows`.
 _TOKEN_GROWTH, _ROW_GROWTH, _SEQUENCE_GROWTH = 1 / 16, 1 / 8, 1 / 4
 
 
 def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
-    """Append filler to a micro-batch, to round up its numbers of tokens, sequences and masked rows.
+    """Append filler to a micro-batch, to round up its numbers of tokens, sequences and entries of `masked_rows`.
 
-    There is at least one filler sequence, and none is longer than `sequence_length`. All filler rows refer to the last
-    filler token. Their labels, and the labels of filler sequences, are `IGNORED`.
+    At least one filler sequence is added, none longer than `sequence_length`. The entries added to `masked_rows` are
+    all the index of the last filler token. The added labels, of these entries and of the sequences, are `IGNORED`.
 
     Args:
         batch: a micro-batch without filler.
@@ -32,15 +32,15 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
     token_unit = _rounding_unit(tokens, _TOKEN_GROWTH, _MIN_MULTIPLE)
-    # At least one filler sequence, and enough to hold the missing tokens.
-    min_sequences = -(-token_unit // (sequence_length - 1))
+    # At least one filler sequence, and enough of them for all filler tokens.
+    min_filler_sequences = -(-token_unit // (sequence_length - 1))
     sequence_unit = _rounding_unit(sequences, _SEQUENCE_GROWTH)
-    filler_sequences = _missing_to_unit(sequences + min_sequences, sequence_unit) + min_sequences
-    filler_tokens = _missing_to_unit(tokens + filler_sequences, token_unit) + filler_sequences
+    filler_sequences = _missing_to_multiple(sequences + min_filler_sequences, sequence_unit) + min_filler_sequences
+    filler_tokens = _missing_to_multiple(tokens + filler_sequences, token_unit) + filler_sequences
     filler_lengths = [(filler_tokens + index) // filler_sequences for index in range(filler_sequences)]
-    # A sequence must not have more query positions than the longest one has tokens; its first token is also a query.
-    max_rows = 1 << (max(*batch.lengths, *filler_lengths).bit_length() - 1)
-    filler_rows = _missing_to_unit(rows, min(max_rows, _rounding_unit(rows, _ROW_GROWTH, _MIN_MULTIPLE)))
+    # The last filler sequence has `filler_rows` + 1 query positions; the longest sequence must be at least as long.
+    max_row_unit = 1 << (max(*batch.lengths, *filler_lengths).bit_length() - 1)
+    filler_rows = _missing_to_multiple(rows, min(max_row_unit, _rounding_unit(rows, _ROW_GROWTH, _MIN_MULTIPLE)))
     ends = tokens + torch.tensor(filler_lengths).cumsum(0)
     return dataclasses.replace(
         batch,
@@ -62,7 +62,7 @@ def _rounding_unit(count: int, growth: float, minimum: int = 1) -> int:
     return max(minimum, 1 << max(0, int(count * growth).bit_length() - 1))
 
 
-def _missing_to_unit(count: int, unit: int) -> int:
+def _missing_to_multiple(count: int, unit: int) -> int:
     return -count % unit
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.plan import PackedTokens
 from pretrain.config import MaskingConfig
-from pretrain.corpus.byte_words import WordEdges
+from pretrain.corpus.byte_words import WordBoundaries
 
 _REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters for `draw`; pairs.py and `Masker` use other counters
 
@@ -22,7 +22,7 @@ class MaskingVocabulary:
 
     mask_id: int
     replacement_ids: np.ndarray  # int64, ascending ids of entries that may replace a token: not special, not unused
-    edges: WordEdges  # says which entries start a word
+    boundaries: WordBoundaries  # finds the tokens that start a word
     entries: Sequence[str] = ()  # text of each entry, [V]
 
 
@@ -80,7 +80,7 @@ def word_heads(tokens: PackedTokens, candidates: np.ndarray, vocabulary: Masking
 
     Returns ascending indices into `candidates`, int64. The first token after a special token always starts a word.
     """
-    is_start = vocabulary.edges.word_starts(tokens.input_ids[candidates])
+    is_start = vocabulary.boundaries.word_starts(tokens.input_ids[candidates])
     is_start[0] = True
     is_start[1:] |= np.diff(candidates) > 1
     return np.flatnonzero(is_start)

@@ -12,7 +12,7 @@ from pretrain.corpus import json_values, sources
 from pretrain.corpus.inputs import Input, Problems, plain_suffix
 from pretrain.corpus.listing import files_in, visible_files
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
-from pretrain.corpus.sources.books import is_ended
+from pretrain.corpus.sources.books import ends_in_punctuation
 from pretrain.corpus.streams import open_text
 
 PLAIN = books.__name__.rpartition(".")[2]
@@ -100,7 +100,7 @@ def _is_wrapped(blocks: list[list[str]]) -> bool:
     wrapped = [
         line
         for line, following in pairs
-        if " " in line and not is_ended(line.rstrip()) and not following.lstrip()[:1].isupper()
+        if " " in line and not ends_in_punctuation(line.rstrip()) and not following.lstrip()[:1].isupper()
         if len(line) + len(following.partition(" ")[0]) >= width
     ]
     return width <= 100 and 2 * len(wrapped) > len(pairs) > len(widths) / 4

@@ -257,7 +257,7 @@ def try_read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest.get("settings"), dict) and "sources" in manifest else None
 
 
-def refuse_other_content(folder: Path) -> None:
+def check_is_corpus_folder(folder: Path) -> None:
     """Raise `InputError` if `folder` contains something other than a corpus, or a corpus of another version."""
     foreign_file = next((path for pattern in _MODEL_FILES for path in sorted(folder.glob(pattern))), None)
     manifest = None

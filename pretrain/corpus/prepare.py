@@ -40,7 +40,7 @@ from pretrain.corpus.description import (
     check_weights,
     configured_tokenizer,
     process_count,
-    tokenizer_config_of,
+    read_tokenizer_config,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
@@ -53,12 +53,12 @@ from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_fa
 from pretrain.corpus.manifest import (
     VOCABULARY_TRAINING_BYTES,
     changeable_source_fields,
+    check_is_corpus_folder,
     check_same_tokenizer,
     fingerprint,
     match_sources,
     prefix_settings,
     refuse_changes,
-    refuse_other_content,
     settings_affecting_tokens,
     source_name,
     split_by_source,
@@ -151,7 +151,7 @@ class _Preparation:
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._tokenizer_config, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._tokenizer_config = dict(declared) if self._checkpoint_tokenizer else tokenizer_config_of(corpus)
+            self._tokenizer_config = dict(declared) if self._checkpoint_tokenizer else read_tokenizer_config(corpus)
             ids = special_ids(tokenizer, self._tokenizer_config)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
@@ -159,7 +159,7 @@ class _Preparation:
 
     def run(self) -> str:
         started = time.monotonic()
-        refuse_other_content(self._folder)
+        check_is_corpus_folder(self._folder)
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work_dir, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Fits a schedule to a time budget on this machine: times a few steps of the run, then scales the number of steps."""
+"""Fits a schedule to a time budget on this machine: times a few training steps, then scales the number of steps."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, phase_work, read_frozen_config, vocabulary_rows
 
-_TRAINING_SHARE = 0.95  # assumed share of training in the time; evaluations and checkpoints take 2 to 3 % in the demo
-_TIMED_SECONDS = 15  # approximate length of the timed training
+_TRAINING_SHARE = 0.95  # assumed share of the run's time in training steps; in the demo, all else takes 2 to 3 %
+_TIMED_SECONDS = 15  # approximate total duration of the timed steps
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
-_UNTIMED_STEPS = 2  # number of steps at the start that are slower and not timed
-_TOLERANCE = 1.1  # a schedule that takes longer than the budget by more than this factor is reported
-_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
-_PERIODIC = ("checkpoint", "evaluation")  # config sections that have every_steps
+_UNTIMED_STEPS = 2  # number of steps at the start that are not timed, because they are slower
+_TOLERANCE = 1.1  # the expected duration is printed if it exceeds the budget by more than this factor
+_STEP_SETTINGS = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
+_PERIODIC_SECTIONS = ("checkpoint", "evaluation")  # config sections that have every_steps
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pace:
     """The speed of a run on this machine."""
 
     timed_steps: int  # number of steps that were timed
-    seconds: float  # median duration of a step of the first phase
+    step_seconds: float  # median duration of a step of the first phase
     seconds_per_flop: float  # seconds per executed FLOP
 
     def minutes(self, work: Sequence[Work]) -> float:
@@ -46,16 +46,16 @@ class Pace:
 
 
 def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
-    """Return the config with steps scaled to a run of about `minutes` on this machine; print the result.
+    """Return the config with its steps scaled so that the run takes about `minutes` here; print the result.
 
     Batches and learning rates stay the same; warm-up, decay, ramps, evaluations and checkpoints scale with the steps.
 
     Args:
-        lengths: mean sequence length of each phase in tokens; None assumes lengths.
+        lengths: mean sequence length of each phase in tokens; None assumes `work.ASSUMED_FILL` of the maximum.
 
     Raises:
         InputError: `minutes` is not positive, or the run uses a Ray cluster or torchrun.
-        MachineError: the timed run failed.
+        MachineError: the run that times steps failed.
     """
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
@@ -64,50 +64,49 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
-    needed = pace.minutes(work_of_phases(fitted, lengths))
+    expected = pace.minutes(work_of_phases(fitted, lengths))
     # The run may take longer, since every phase has at least one step.
-    duration = f"{needed:.3g} min, not {minutes:g}" if needed > _TOLERANCE * minutes else f"{minutes:g} min"
+    duration = f"{expected:.3g} min, not {minutes:g}" if expected > _TOLERANCE * minutes else f"{minutes:g} min"
     result = f"{fitted.total_steps:,} steps take about {duration} ({config.total_steps:,} in the config)"
-    print(f"{pace.timed_steps} steps timed here, {pace.seconds:.3g} s each: {result}", flush=True)
+    print(f"{pace.timed_steps} steps timed here, {pace.step_seconds:.3g} s each: {result}", flush=True)
     return fitted
 
 
 def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
-    """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as in `fit`.
+    """Time a few steps of the first phase, in a temporary run with the same workers; `lengths` as in `fit`.
 
-    Raises `MachineError` with the last line of the run's output if it fails.
+    Raises `MachineError` with the last line of this run's output if it fails.
     """
-    resolved, _ = resolve_precision(config)
-    cluster = parse_cluster("here", resolved)
-    first = work_of_phases(config, lengths)[0]
-    # The timed run has no batch size ramp, so all its batches have `global_sequences`.
-    flops = first.executed / first.sequences * config.phases[0].global_sequences
-    estimate = flops / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
-    steps = min(_MAX_TIMED_STEPS, max(_MIN_TIMED_STEPS, round(_TIMED_SECONDS / estimate)))
+    cluster = parse_cluster("here", resolve_precision(config)[0])
+    work = work_of_phases(config, lengths)[0]
+    # The temporary run has no batch size ramp, so all its batches have `global_sequences`.
+    step_flops = work.executed / work.sequences * config.phases[0].global_sequences
+    estimated_seconds = step_flops / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
+    steps = min(_MAX_TIMED_STEPS, max(_MIN_TIMED_STEPS, round(_TIMED_SECONDS / estimated_seconds)))
     seconds = time_steps(config, steps)
-    return Pace(steps, seconds, seconds / flops)
+    return Pace(steps, seconds, seconds / step_flops)
 
 
 def work_of_phases(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
-    """Return the work of each phase."""
+    """Return the FLOPs, tokens and sequences of each phase; `lengths` as in `fit`."""
     vocabulary_size, frozen_config = vocabulary_rows(config), read_frozen_config(config)
-    pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
-    return [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in pairs]
+    phases = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
+    return [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in phases]
 
 
 def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
-    """Return the config with `factor` times its steps; every phase keeps at least one."""
+    """Return the config with its steps multiplied by `factor`; every phase keeps at least one."""
     phases = []
     for phase in config.phases:
         steps = max(1, round(factor * phase.steps))
-        # Round down, so that warm-up, decay and ramp still fit into the phase.
-        scaled = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
+        # Rounded down, so that warm-up, decay and ramp still fit into the phase.
+        scaled = {name: int(getattr(phase, name) * steps / phase.steps) for name in _STEP_SETTINGS[1:]}
         if phase.decay_steps:  # 0 would mean a decay over all steps after the warm-up
             scaled["decay_steps"] = max(1, scaled["decay_steps"])
-        min_ramp = len(phase.batch_sizes) - 1
-        phases.append({**scaled, "ramp_steps": max(scaled["ramp_steps"], min_ramp), "steps": max(steps, min_ramp)})
-    periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC}
-    # A checkpoint that is kept at the end of a phase stays there.
+        min_steps = len(phase.batch_sizes) - 1  # a batch size ramp needs a step for each size before the last
+        phases.append({**scaled, "ramp_steps": max(scaled["ramp_steps"], min_steps), "steps": max(steps, min_steps)})
+    periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC_SECTIONS}
+    # `keep_at` is scaled within each phase, so that a checkpoint at the end of a phase stays there.
     phase_ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
         [0, *np.cumsum([phase["steps"] for phase in phases])],
@@ -117,14 +116,14 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
 
 
 def with_recorded_schedule(config: PretrainConfig) -> PretrainConfig:
-    """Return the config with the schedule of the run in its folder, which an earlier `--minutes` fitted."""
+    """Return the config with the schedule that `fit` chose when the run first started, from the run's folder."""
     path = config.folder / CONFIG_FILE
-    earlier = load_recorded(path, PretrainConfig) if path.is_file() else config
-    if len(earlier.phases) != len(config.phases):
+    recorded = load_recorded(path, PretrainConfig) if path.is_file() else config
+    if len(recorded.phases) != len(config.phases):
         return config
-    phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in earlier.phases]
-    periods = {name: getattr(earlier, name).every_steps for name in _PERIODIC}
-    return _with_schedule(config, phases, periods, earlier.checkpoint.keep_at)
+    phases = [{name: getattr(phase, name) for name in _STEP_SETTINGS} for phase in recorded.phases]
+    periods = {name: getattr(recorded, name).every_steps for name in _PERIODIC_SECTIONS}
+    return _with_schedule(config, phases, periods, recorded.checkpoint.keep_at)
 
 
 def _with_schedule(
@@ -149,16 +148,16 @@ def time_steps(config: PretrainConfig, steps: int) -> float:
         if result.returncode:
             output = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
             raise MachineError(f"The run that times steps failed: {output[-1]}")
-        end_seconds = [record["seconds"] for record in read_records(run) if is_training(record)]
-    timed = end_seconds[_UNTIMED_STEPS - 1 :]
-    return statistics.median(after - before for before, after in itertools.pairwise(timed))
+        # Seconds from the start of training to the end of each step; every step is recorded.
+        elapsed = [record["seconds"] for record in read_records(run) if is_training(record)][_UNTIMED_STEPS - 1 :]
+    return statistics.median(after - before for before, after in itertools.pairwise(elapsed))
 
 
 def timing_config(config: PretrainConfig, run_dir: Path, steps: int) -> PretrainConfig:
     """Return a config that trains `steps` steps of the first phase, without a batch size ramp."""
     values: dict[str, Any] = config.model_dump()
-    phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
-    values.update(run_dir=str(run_dir), phases=[phase])
+    disabled = dict.fromkeys((*_STEP_SETTINGS, "ramp_from", "averaged_share"), 0)
+    values.update(run_dir=str(run_dir), phases=[{**values["phases"][0], **disabled, "steps": steps}])
     values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, probes={})
     values["checkpoint"]["every_steps"] = steps
     values["tracking"].update(wandb="off", log_every_steps=1)

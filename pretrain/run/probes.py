@@ -1,7 +1,7 @@
 """Starts and stops the process that scores a run's checkpoints during training (`evaluation.probes`).
 
 The process runs the command `evaluate-pretrained RUN --follow` on the data that the config names, and writes
-probes.jsonl. Only a run that finishes waits for it.
+probes.jsonl. The run does not wait for it, except at the end of training, for the last scores.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from pretrain.tracking.tracker import send_probes
 WAIT_SECONDS = 600.0  # how long a finished run waits for its last scores
 
 _SETTING = "evaluation.probes"
-_BLIMP_PAIRS = 20  # sentence pairs of each of BLiMP's 67 paradigms; the mean is then accurate to 1.4 percentage points
-_LOWEST_PRIORITY = 19
-_EXIT_SECONDS = 5.0  # how long the process may take to exit
-# Prefixes of the variables that would make the process part of a job's Ray cluster or of torchrun's workers.
+_BLIMP_PAIRS = 20  # sentence pairs per BLiMP paradigm; mean accuracy of all 67: standard error below 1.4 points
+_LOWEST_PRIORITY = 19  # nice value
+_EXIT_SECONDS = 5.0  # how long the process may take to exit before it is killed
+# Prefixes of environment variables that would make the process join the job's Ray cluster or torchrun's workers.
 _CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise `InputError` if the data to score on does not exist, or the command is not installed."""
+    """Raise `InputError` if the data to score on does not exist, or the command bertrain is not installed."""
     settings = config.evaluation.probes
     if missing := [path for path in settings.texts if not (path and _absolute(path).exists())]:
         raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Use held-out text.")
@@ -49,12 +49,12 @@ def check(config: PretrainConfig) -> None:
 def probing(config: PretrainConfig) -> Iterator[None]:
     """Score checkpoints of the run during the block, if the config enables it.
 
-    After the block, wait for the scores of the last checkpoint, for a limited time. If the block raises, the scoring
-    process is terminated immediately; the next start of the run scores the rest.
+    After the block, wait up to `WAIT_SECONDS` for the scores of the last checkpoint. If the block raises, the scoring
+    process is terminated immediately, and the next start of the run scores the remaining checkpoints.
     """
     settings, folder = config.evaluation.probes, config.folder
-    names = checkpoint_names(folder)
-    drop_records_after(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
+    checkpoints = checkpoint_names(folder)
+    drop_records_after(folder / PROBES, int(checkpoints[-1].removeprefix("step-")) if checkpoints else -1)
     if not settings.is_on:
         yield
         return
@@ -63,27 +63,27 @@ def probing(config: PretrainConfig) -> Iterator[None]:
         command = [*_command(config), "--pid", str(os.getpid())]
         inherited = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
         environ = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
-        # In a new session, so that Ctrl-C reaches only the run.
+        # The process gets a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    with contextlib.suppress(OSError):  # it has exited already, or the system does not allow this
+    with contextlib.suppress(OSError):  # the process has exited already, or the system does not allow these changes
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
         os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
-        # A session is a scheduling group, and a nice value applies only within its group (autogroup in sched(7)).
+        # Nice values apply only within a session, so the session gets the lowest priority, too (autogroup in sched(7)).
         Path(f"/proc/{child.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="utf-8")
     stopping = threading.Event()
-    watch = threading.Thread(target=_watch, args=(child, stopping, str(log.name)), name="probes", daemon=True)
-    watch.start()
+    watcher = threading.Thread(target=_watch, args=(child, stopping, str(log.name)), name="probes", daemon=True)
+    watcher.start()
     try:
         yield
-        _wait(child, config)
+        _wait_for_scores(child, config)
     finally:
         stopping.set()
-        child.terminate()  # does nothing if it has exited
-        watch.join(_EXIT_SECONDS)
+        child.terminate()  # does nothing if the process has exited
+        watcher.join(_EXIT_SECONDS)
         child.kill()
-        watch.join()
+        watcher.join()
     send_probes(config)
 
 
@@ -113,22 +113,20 @@ def _absolute(path: str) -> Path:
 
 
 def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log_path: str) -> None:
-    """Print a warning if the process fails."""
+    """Wait until the process exits, and print a warning if it failed."""
     if child.wait() and not stopping.is_set():
         problem = f"no more checkpoints are scored; the process exited with code {child.returncode} (see {log_path})"
         print(f"warning: evaluation.probes: {problem}. The run continues.", file=sys.stderr)
 
 
-def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
+def _wait_for_scores(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
     if child.poll() is None:
-        print(
-            f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the scores of the last checkpoint", flush=True
-        )
+        print(f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the last checkpoint's scores", flush=True)
     is_main_thread = threading.current_thread() is threading.main_thread()
     try:
         with unwind_on_sigterm() if is_main_thread else contextlib.nullcontext():
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_arguments(config))}"
-        reason = "the last checkpoint is not scored yet; the run no longer waits"
-        print(f"warning: {reason}. {command} scores it.", file=sys.stderr)
+        what = "stopped waiting for the scores of the last checkpoint"
+        print(f"warning: {what}. To compute them, run: {command}", file=sys.stderr)

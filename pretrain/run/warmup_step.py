@@ -1,6 +1,6 @@
-"""A test step of the largest batch before training, so that too large a batch fails in the first minute."""
+"""Takes a test step with the largest micro-batch before training, so that running out of memory is noticed at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ def warmup_step(
     extra_state: dict[str, Any],
     resumed_from: Path | None,
 ) -> None:
-    """Take a step with the largest micro-batch, then restore the checkpoint of `progress`.
+    """Take a test step with the largest micro-batch, then load the checkpoint that the run starts from.
 
-    The training state is then bitwise equal to that checkpoint. It is `resumed_from`, which need not be restored
-    before; in a new run, it is the checkpoint of step 0, which is written here first.
+    The training state is then bitwise equal to this checkpoint: `resumed_from`, which need not have been loaded, or in
+    a new run the checkpoint of step 0, which this function writes before the test step.
 
     Raises:
         MachineError: the largest micro-batch does not fit on the device.
@@ -37,24 +37,23 @@ def warmup_step(
     engine.module.train()
     step, forward_backward = task.largest_step(), ForwardBackward(engine, task)
     weights = task.loss_weights(step)
+    # Two micro-batches, because the second must fit next to the first one's gradients; a resumed run passed this test
+    # when it first started.
+    is_last_per_micro_batch = (True,) if progress.step else (False, True)
+
+    def take_step(run_pass: Callable[..., Any]) -> None:
+        for is_last in is_last_per_micro_batch:
+            run_pass(step.micro_batches[0], weights, last=is_last)
+        engine.step(learning_rate=0.0)
+
     try:
-        # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.
-        last_flags = (True,) if progress.step else (False, True)
-        if engine.uses_cuda_graphs:  # they keep their memory while other shapes run without graphs
+        if engine.uses_cuda_graphs:  # a recorded graph keeps its memory while passes of other shapes run without graphs
             for _ in range(WARMUP_PASSES + 1):
-                _take_step(engine, forward_backward.run, step.micro_batches[0], weights, last_flags)
-        _take_step(engine, forward_backward.run_without_graph, step.micro_batches[0], weights, last_flags)
+                take_step(forward_backward.run)
+        take_step(forward_backward.run_without_graph)
     except torch.OutOfMemoryError as error:
         raise MachineError(
-            "engine.micro_batch_tokens: the largest micro-batch does not fit on the device. Lower it, or use a higher "
-            "engine.zero_stage or engine.activation_checkpointing."
+            "engine.micro_batch_tokens: the largest micro-batch does not fit on the device. Lower it, raise "
+            "engine.zero_stage, or enable engine.activation_checkpointing."
         ) from error
     restore(engine, checkpoint)
-
-
-def _take_step(
-    engine: Engine, run: Callable[..., Any], micro_batch: Any, weights: Sequence[float], last_flags: Sequence[bool]
-) -> None:
-    for last in last_flags:
-        run(micro_batch, weights, last=last)
-    engine.step(learning_rate=0.0)

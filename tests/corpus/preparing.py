@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
-from pretrain.corpus.byte_words import entry_strings, speller, word_edges
+from pretrain.corpus.byte_words import entry_strings, speller, word_boundaries
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.tokenize import WordTable
@@ -66,7 +66,7 @@ def masked_words(tokenizer: Tokenizer, text: str) -> list[str]:
     spell, pieces = speller(entries), [entries[number] for number in ids]
     texts = entry_strings(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
     words: list[str] = []
-    for begins, shown in zip(word_edges(entries, spell).word_starts(np.array(ids)), texts, strict=True):
+    for begins, shown in zip(word_boundaries(entries, spell).word_starts(np.array(ids)), texts, strict=True):
         words += [""] * bool(begins or not words)
         words[-1] += shown
     return words

@@ -229,7 +229,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_o
     entries = entries_of(make_tokenizer(kind))
     assert {entry for number, entry in enumerate(entries) if number not in masker.replacement_ids} == left_out
     vocabulary = masker._scheme.vocabulary
-    assert not vocabulary.edges.continues[entries.index("\u0120the")]
+    assert not vocabulary.boundaries.continues[entries.index("\u0120the")]
     check_corpus(config)
 
 

@@ -15,7 +15,7 @@ from piece_tokenizers import LANGUAGES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pretrain.common import scripts
-from pretrain.corpus.byte_words import entry_bytes, speller, word_edges
+from pretrain.corpus.byte_words import entry_bytes, speller, word_boundaries
 from pretrain.corpus.extension import extend_vocabulary, replaced_ids, saved_share
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 from pretrain.corpus.vocabulary import bert_tokenizer, train_byte_vocabulary
@@ -97,15 +97,11 @@ def test_a_unit_is_a_word_and_where_blanks_are_rare_begins_at_a_letter(kind: str
 def test_text_that_blanks_segment_has_its_words() -> None:
     """Japanese checkpoints of text cut into words: "##" continues; others never have it before an ideograph."""
     entries, ids = ["大", "##学", "##で", "コ", "##ーヒ"], np.arange(5)
-    assert word_edges(entries, None, is_segmented=True).word_starts(ids).tolist() == [True, False, False, True, False]
-    assert word_edges(entries, None).word_starts(ids).tolist() == [True, True, True, True, False]
-    assert word_edges(["เ", "##ท", "##ศ", "##abc", "##12"], None).word_starts(ids).tolist() == [
-        True,
-        False,
-        True,
-        True,
-        False,
-    ]
+    segmented, others = word_boundaries(entries, None, is_segmented=True), word_boundaries(entries, None)
+    assert segmented.word_starts(ids).tolist() == [True, False, False, True, False]
+    assert others.word_starts(ids).tolist() == [True, True, True, True, False]
+    boundaries = word_boundaries(["เ", "##ท", "##ศ", "##abc", "##12"], None)
+    assert boundaries.word_starts(ids).tolist() == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +116,9 @@ def test_text_that_blanks_segment_has_its_words() -> None:
 )
 def test_a_character_of_several_tokens_has_its_class(tokens: str, begins: str) -> None:
     known = sorted({*pre_tokenizers.ByteLevel.alphabet(), *tokens.split()})
-    edges = word_edges(known, speller(known) or entry_bytes)
-    assert edges.word_starts(np.array(list(map(known.index, tokens.split())))).tolist() == [b == "1" for b in begins]
+    boundaries = word_boundaries(known, speller(known) or entry_bytes)
+    ids = np.array(list(map(known.index, tokens.split())))
+    assert boundaries.word_starts(ids).tolist() == [b == "1" for b in begins]
 
 
 THAI = ["แม่น้ำ", "โรงพยาบาล", "หนังสือ", "สถานี", "ผู้โดยสาร", "ภาษา", "เกิด"]

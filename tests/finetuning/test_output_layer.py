@@ -145,11 +145,11 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     assert told(missed)[0].startswith("the model never predicts 'c' (5 examples). Train longer")
     assert told(missed, a=9, b=9, c=9) == told(missed)
     assert told(few, a=9, b=9, c=9) == []  # too few to tell
-    assert told(few, a=9, b=9)[0].startswith("the model never predicts 'c' (4 examples): no training example has it")
+    assert told(few, a=9, b=9)[0].startswith("the model never predicts 'c' (4 examples): the training data has no such")
     assert "'c' (5 examples): only 4 training examples of each" in told(missed, a=9, b=9, c=4)[0]
     one, alone = told([[5, 0], [1, 0]], a=9, b=0)
     assert "predicts 'a' for every example" in one
-    assert "'b' (1 example): no training example has it" in alone
+    assert "'b' (1 example): the training data has no such examples" in alone
     assert list(never_predicted_warnings(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
-        "the model predicts 'a' for every example. Its threshold is 0.01; try another."
+        "the model predicts 'a' for every example. The decision threshold is 0.01; try another."
     ]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.jobs import job_queue
-from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity, wait_in_queue
+from cluster.jobs.job_queue import Queue, UnfinishedJob, fits_behind, wait_in_queue
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from tests.json_server import serving
 
@@ -21,8 +21,8 @@ EIGHT_CPUS = [(8, 0)]
 TWO_NODES = [(4, 0), (4, 0)]
 
 
-def wants(low: int, high: int = 0, cpus: int = 1) -> WaitingJob:
-    return WaitingJob("job", low, high or low, cpus)
+def wants(low: int, high: int = 0, cpus: int = 1) -> UnfinishedJob:
+    return UnfinishedJob("job", low, high or low, cpus)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> WaitingJob:
     ],
 )
 def test_a_job_starts_when_its_bundles_fit(
-    nodes: list[tuple[int, int]], ahead: list[WaitingJob], mine: WaitingJob, fits: bool
+    nodes: list[tuple[int, int]], ahead: list[UnfinishedJob], mine: UnfinishedJob, fits: bool
 ) -> None:
-    assert leaves_capacity(nodes, ahead, mine) == fits
+    assert fits_behind(mine, ahead, nodes) == fits
 
 
 class _Cluster:

@@ -79,8 +79,8 @@ def test_its_cost_is_planned(run: Path) -> None:
     assert isinstance(places, Places)
     assert type(plain) is MaskedTokens
     more = places.useful_flops([32, 20], 8) - plain.useful_flops([32, 20], 8)
-    assert more == 6 * places.entries * 52
-    assert places.trained - plain.trained == places.entries
+    assert more == 6 * places.head_size * 52
+    assert places.trained - plain.trained == places.head_size
     flops = [step_flops(one) for one in (config, plain.config)]
     assert flops[0] == pytest.approx(flops[1] + more / 52 * config.phases[0].global_sequences * 25.6, rel=0.01)
     assert f"{places.trained:,}" in estimate.dry_run(config)

@@ -124,16 +124,16 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, monkeypatch: Any, c
         facts = started(fake / "run")
     assert not psutil.pid_exists(facts["pid"])
     said = capsys.readouterr()
-    assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
+    assert "waiting up to 0 s for the last checkpoint's scores" in said.out
     texts = f"--texts {fake / 'sleep'} --text-scores held_out"
-    assert f"evaluate-pretrained {fake / 'run'} {texts} --follow scores it." in said.err
+    assert f"evaluate-pretrained {fake / 'run'} {texts} --follow\n" in said.err
 
 
 def test_sigterm_ends_the_wait_and_not_the_run(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with probes.probing(config(fake, "sleep")):
         started(fake / "run")
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert "the run no longer waits" in capsys.readouterr().err
+    assert "stopped waiting for the scores of the last checkpoint" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_is_one_line_and_the_run_goes_on(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
-from pretrain.corpus.byte_words import speller, word_edges
+from pretrain.corpus.byte_words import speller, word_boundaries
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -132,5 +132,5 @@ def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
         raise InputError(f"{path}: all tokens are special or unused. Prepare the corpus again.")
     # Japanese checkpoints expect text that is already segmented into words, and do not split at ideographs.
     is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
-    edges = word_edges(entries, spell, is_segmented=is_segmented)
-    return MaskingVocabulary(shards.special_ids["mask"], replacement_ids, edges, entries)
+    boundaries = word_boundaries(entries, spell, is_segmented=is_segmented)
+    return MaskingVocabulary(shards.special_ids["mask"], replacement_ids, boundaries, entries)

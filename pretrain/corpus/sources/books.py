@@ -1,5 +1,5 @@
-"""Plain-text books, one document per file. Line breaks within paragraphs, headings, captions of pictures, and Project
-Gutenberg's header and license are removed."""
+"""Plain-text books, one document per file. The lines of a paragraph are joined; headings, captions of pictures, and
+Project Gutenberg's header and license are removed."""
 
 import re
 import unicodedata
@@ -14,7 +14,7 @@ from pretrain.corpus.streams import open_text
 from pretrain.corpus.word_counts import count_words
 
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
-_OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # end of headers before about 2003
+_OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # last line of headers until about 2003
 _END = re.compile(
     r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*", re.M | re.I
 )
@@ -22,19 +22,19 @@ _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)
 _BRACKETED = re.compile(r"\[(?:Illustration|Frontispiece|Transcriber|Footnote\b)[^\]]*\]", re.I)
 _UNDERSCORED = re.compile(r"(?<!\w)_([^_]+)_(?!\w)")  # _emphasis_
-_NUMBER = (
+_NUMERAL = (
     r"(?:[IVXLCDM]+|\d+|the (?:first|last|second)|one|two|three|four|five|six|seven|eight|nine|ten|"
     r"(?:eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|first|"
     r"second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)(?:-\w+)?)"
 )
 _HEADING = re.compile(
-    rf"(?:(?:chapter|book|part|volume|vol\.?|act|scene|canto|letter|stave|section|episode)\b\s*{_NUMBER}\b.{{0,80}}"
+    rf"(?:(?:chapter|book|part|volume|vol\.?|act|scene|canto|letter|stave|section|episode)\b\s*{_NUMERAL}\b.{{0,80}}"
     r"|(?:contents|preface|prologue|epilogue|introduction|appendix|footnotes?|notes|the end|finis)\.?"
     r"|[IVXLCDM]+\.?|\d+\.?)",
     re.I,
 )
-_TITLE_WORDS = 12  # maximum words of a title
-_FINAL_MARK = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
+_MAX_TITLE_WORDS = 12
+_FINAL_PUNCTUATION = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
 
 
 class Reader(SourceReader):
@@ -47,8 +47,7 @@ class Reader(SourceReader):
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         for path in chunk.paths:
-            text = read_text(Path(path), problems)
-            if text:
+            if text := read_text(Path(path), problems):
                 yield paragraphs(text, problems)
 
 
@@ -80,11 +79,11 @@ def paragraphs(text: str, problems: Problems) -> str:
 
     Removed headings and ornaments are counted in `problems`.
     """
-    text, has_header = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
-    problems.skip_counts["read_characters"] += len(text)
+    text, has_header = _strip_boilerplate(text.replace("\r\n", "\n").replace("\r", "\n"))
+    problems.skip_counts["read_characters"] += len(text)  # so that the share of skipped characters can be reported
     text = _BRACKETED.sub("", text)
     kept_paragraphs = []
-    # Without Gutenberg's header, the first short line may be text, such as a line of a chat.
+    # Without Gutenberg's header, the first short paragraph may be text, such as a line of a chat.
     may_be_title = has_header
     for block in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(block.split())
@@ -96,7 +95,7 @@ def paragraphs(text: str, problems: Problems) -> str:
         is_heading = _is_heading(paragraph)
         if is_heading or (may_be_title and _is_title(paragraph)):
             problems.count_skipped(paragraph)
-            # Only one title follows a heading; further short lines without a full stop are text.
+            # Only one title follows a heading; further short paragraphs are text.
             may_be_title = is_heading
             continue
         may_be_title = False
@@ -104,7 +103,7 @@ def paragraphs(text: str, problems: Problems) -> str:
     return "\n".join(kept_paragraphs)
 
 
-def _body(text: str) -> tuple[str, bool]:
+def _strip_boilerplate(text: str) -> tuple[str, bool]:
     """Return the text between Project Gutenberg's header and license, and whether there is a header."""
     start = _START.search(text) or _OLD_START.search(text)
     if start:
@@ -119,21 +118,21 @@ def _is_heading(paragraph: str) -> bool:
     """Return whether a paragraph is a chapter number or, in scripts with capitals, a title in capitals."""
     if _HEADING.fullmatch(paragraph):
         return True
-    return _in_capitals(paragraph) and not is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
+    return _is_upper(paragraph) and not ends_in_punctuation(paragraph) and count_words(paragraph) <= _MAX_TITLE_WORDS
 
 
 def _is_title(paragraph: str) -> bool:
-    """Return whether a paragraph is short and either in capitals or without a full stop."""
-    return (_in_capitals(paragraph) or not is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
+    """Return whether a paragraph is short, and is in capitals or does not end in punctuation."""
+    return (_is_upper(paragraph) or not ends_in_punctuation(paragraph)) and count_words(paragraph) <= _MAX_TITLE_WORDS
 
 
-def _in_capitals(paragraph: str) -> bool:
+def _is_upper(paragraph: str) -> bool:
     return paragraph.isupper() and all(map(str.isupper, filter(str.isalpha, paragraph)))
 
 
-def is_ended(paragraph: str) -> bool:
-    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", ignoring closing quotes."""
+def ends_in_punctuation(paragraph: str) -> bool:
+    """Return whether a paragraph ends in punctuation of any script, such as "。" or "।", ignoring closing quotes."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1
-    return _FINAL_MARK.fullmatch(paragraph, max(0, end - 1), end) is not None
+    return _FINAL_PUNCTUATION.fullmatch(paragraph, max(0, end - 1), end) is not None
