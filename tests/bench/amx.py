@@ -3,7 +3,7 @@
 `products` measures the rates of BERT's matmuls for forward, input gradient and weight gradient, the last one also with
 its narrower operand transposed first. A round counts only if a square matmul in the same round reaches 0.8 of the
 fastest one, because virtual machines share AMX. `kernels` measures from oneDNN's log how many milliseconds per step
-oneDNN spends on generating kernels and on matmuls. `attention` compares loops in C++ with batched matmuls. Each takes at
+oneDNN spends on generating kernels and on matmuls. `attention` compares C++ loops with batched matmuls. Each takes at
 most ten minutes.
 """
 
