@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BINS = 15  # number of confidence bins, for ece
+_BINS = 15  # number of confidence bins of ece, the expected calibration error
 
 
 @dataclass(frozen=True)

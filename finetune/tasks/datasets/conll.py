@@ -45,7 +45,7 @@ def read_columns(
         if not line or line.startswith("-DOCSTART-"):
             if words:
                 document.append(words)
-                start, index = number - len(words), len(document) - 1
+                start, index = number - len(words), len(document) - 1  # start: the first word's line
                 sentence = Sentence(words, tags, path, start, one_word_per_line=True, document=document, index=index)
                 sentences.append(sentence)
                 words, tags = [], None if tags is None else []

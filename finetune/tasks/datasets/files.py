@@ -32,7 +32,7 @@ def reject_spreadsheet(path: Path) -> None:
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether Python has a text encoding of this name; codecs such as rot13 and base64 are not."""
+    """Return whether `name` is one of Python's text encodings, unlike codecs such as rot13 and base64."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):

@@ -190,7 +190,7 @@ def _read(path: Path, name: str, text_column: Key, *, labeled: bool = True, may_
 
 # ---------------------------------------------------------------- submission
 
-# File names of nyu-mll/jiant's submission formatter, and row counts of the official test sets.
+# {(task, test set): (file name, as in nyu-mll/jiant's submission formatter; number of rows of the official set)}
 _SUBMISSIONS: dict[tuple[str, str], tuple[str, int]] = {
     ("cola", "test"): ("CoLA.tsv", 1063),
     ("sst2", "test"): ("SST-2.tsv", 1821),
@@ -211,7 +211,7 @@ def write_submission(
 ) -> list[Path]:
     """Write the files for gluebenchmark.com: columns `index` (from 0) and `prediction`, separated by tabs.
 
-    Labels are as in GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
+    Labels are as in GLUE's files; values have three decimals, clipped to [0, 5], as in jiant's _write_glue_preds.
 
     Args:
         task: a key of `TASKS`.
@@ -270,7 +270,7 @@ def paper_row(results: Results) -> list[float | None]:
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Return headings, the paper's rows and the row of our model `name`; averages are over columns that our row has."""
+    """Return headings, the paper's rows and the row of our model `name`; averages are over columns that we have."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     our_row = rows[f"{name}, dev"]
     lines = [["", *(heading for heading, *_ in COLUMNS), "average (our columns)" if None in our_row else "average"]]

@@ -40,7 +40,7 @@ def read_sentences(
     Args:
         labeled: whether tags are needed. If not, a file may have words as its only column.
         plain: whether to read each line of a .txt as one document of plain text, unless all lines have tags.
-        cut: segments plain text into words.
+        cut: function that segments plain text into words.
         tag_names: the name of each tag id, if records have ids instead of names.
 
     Raises:
@@ -67,7 +67,7 @@ def read_sentences(
 
 
 def _read_word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """Read the sentences of a table with one word per row. Sentences may be named only in their first row."""
+    """Read the sentences of a table with one word per row. A sentence's name may be only in its first row."""
     column_names = list(itertools.chain.from_iterable(_COLUMN_NAMES))
     table = read_table(path, column_names, layout=TableFormat(encoding=encoding), optional=column_names)
     columns = (next((table.columns[name] for name in names if name in table.columns), None) for names in _COLUMN_NAMES)

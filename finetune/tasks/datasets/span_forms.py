@@ -34,7 +34,7 @@ def normalize_record(record: Any) -> Any:
         record = record if record.keys() & {*_ENTITIES, *_TAGS} else {**record, "entities": []}
     if reason is not None:
         return {**record, "entities": reason}
-    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES
+    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES  # Label Studio's short form: any key
     spans_key = next((key for key in keys if _has_spans(record, key)), None)
     if spans_key is None:
         return record
@@ -47,7 +47,7 @@ def normalize_record(record: Any) -> Any:
 def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
     """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
 
-    Only records with characters outside the BMP, such as emoji, are considered: in others, both offsets are equal.
+    Only records with characters outside the BMP, such as emoji, are considered: in others, both kinds of offsets agree.
     """
     converted_records, gain = list(records), 0
     for index, record in enumerate(records):

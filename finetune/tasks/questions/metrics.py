@@ -1,6 +1,6 @@
 """Exact match and F1 of answers, computed as the official scripts of SQuAD v1.1 and v2.0 do.
 
-The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
+The differences between the two scripts are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
     a gold text that normalizes to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
@@ -46,7 +46,7 @@ def squad_v2(
     Args:
         golds: gold answers of each question.
         answers: predicted answer of each question, "" for no answer.
-        no_answer_scores: for each question, a score that is higher if it more probably has no answer.
+        no_answer_scores: score of each question; the higher, the more probable that it has no answer.
 
     The best_* scores are for the best threshold; they need `answers` that were predicted without a threshold. The
     script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
@@ -122,7 +122,7 @@ def _f1_v2(gold: list[str], answer: list[str]) -> float:
 
 
 def means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the means of `scores`, (exact match, F1) each, and their number."""
+    """Return the mean exact match, the mean F1 and the number of `scores`, which are (exact match, F1) each."""
     total = len(scores)
     return {
         "exact": sum(exact for exact, _ in scores) / total,
