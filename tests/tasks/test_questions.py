@@ -675,7 +675,7 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     windows = one.windows(questions, encoder, training=False)
     logits = np.random.default_rng(1).normal(size=(len(windows.queries), 2)).astype(np.float32)
     whole = one.decode(questions, windows, logits)
-    monkeypatch.setattr("finetune.tasks.questions.decoding.CELLS", 1)
+    monkeypatch.setattr("finetune.tasks.questions.decoding.MAX_SCORES", 1)
     assert one.decode(questions, windows, logits) == whole
 
 

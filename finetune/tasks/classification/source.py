@@ -277,8 +277,8 @@ class ExampleSource:
             raise InputError(
                 f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
-        distinct = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
-        is_dropped = splits.held_out(distinct, [_classes(example) for example in examples], len(examples) - count)
+        distinct_texts = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
+        is_dropped = splits.held_out(distinct_texts, [_classes(example) for example in examples], len(examples) - count)
         return [example for example, dropped in zip(examples, is_dropped, strict=True) if not dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:

@@ -12,7 +12,7 @@ from finetune.tasks.datasets import glue, tables
 from finetune.tasks.datasets.annotations import labeled_rows
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, reject_spreadsheet
-from finetune.tasks.datasets.table import Converter, Key, Table, TableFormat
+from finetune.tasks.datasets.table import Converter, Key, Table, TableLayout
 from pretrain.common.errors import InputError
 
 
@@ -70,7 +70,7 @@ class TableSource:
         file_format, layout = tables.format_of(file), self._layout
         if file_format and file_format != tables.format_of(settings.train):
             quoting = settings.quoting if file_format == "tsv" else "auto"
-            layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
+            layout = TableLayout(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not file_format and not layout.format:
             reject_spreadsheet(file)
             if plain_suffix(file) == ".txt" and "pair" not in keys:
@@ -97,8 +97,8 @@ class TableSource:
         if name != "train" and settings.dev_share and not setting:
             return f"{settings.dev_share:.0%} of the training set, by class"
         if settings.dataset:
-            where = " ".join(part for part in (settings.dataset, settings.subset) if part)
-            return f"{where}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
+            dataset = " ".join(part for part in (settings.dataset, settings.subset) if part)
+            return f"{dataset}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
         return setting
 
     def check_no_official_dev(self) -> None:
@@ -130,7 +130,7 @@ class TableSource:
     def _read_table(
         self,
         path: Path | str,
-        layout: TableFormat,
+        layout: TableLayout,
         *,
         labeled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
@@ -188,7 +188,7 @@ class TableSource:
         return replace(table, columns=columns, classes={"label": classes} if classes else {})
 
     @property
-    def _layout(self) -> TableFormat:
+    def _layout(self) -> TableLayout:
         """The format of the files, from the settings."""
         settings = self._settings
-        return TableFormat(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)
+        return TableLayout(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)

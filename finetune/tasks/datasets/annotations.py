@@ -78,11 +78,11 @@ def example_key(record: Any, text_columns: Sequence[str]) -> Hashable:
 
 def merge_annotations(values: list[Any], keys: Sequence[Hashable]) -> None:
     """Change `values` in place: keep the first value of each example key if all agree; the others become `NoLabel`."""
-    positions: dict[Hashable, list[int]] = defaultdict(list)
+    positions_by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         if key is not None and not isinstance(values[position], NoLabel):
-            positions[key].append(position)
-    for group in positions.values():
+            positions_by_key[key].append(position)
+    for group in positions_by_key.values():
         value = _consensus([values[position] for position in group])
         values[group[0]] = value
         for position in group[1:]:

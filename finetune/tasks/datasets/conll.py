@@ -25,7 +25,6 @@ def read_columns(
 
     Args:
         path: the file, for messages.
-        lines: the lines of the file.
         token_column, label_column: indices from 0; negative ones count from the last column.
         remarks: collects warnings.
         labeled: whether tags are required.

@@ -44,7 +44,6 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """Read a whole text file (.gz, .bz2 and .xz are decompressed), without its byte-order mark.
 
     Args:
-        path: the file.
         encoding: name of a Python text encoding; with utf-8, a file with a byte-order mark of UTF-16 is read as UTF-16.
         advice: appended to the error about bytes that are not in the encoding.
 

@@ -35,8 +35,10 @@ _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")  # poss
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
-def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
-    """Return a sentence from plain text, which `cut` segments into words, or from one JSON object (see the module).
+def to_sentence(
+    record: Mapping[str, Any] | str, where: str, remarks: Remarks, segment: Segmenter = cut_words
+) -> Sentence:
+    """Return a sentence from plain text, which `segment` segments into words, or from one JSON object (see the module).
 
     The sentence has no context until `group_documents` is called.
 
@@ -44,15 +46,15 @@ def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, c
         InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
             text or overlaps another.
     """
-    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
+    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, segment)
 
 
-def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
+def _parse(record: Any, where: str, remarks: Remarks, segment: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     if isinstance(reason := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=reason)
+        return replace(_parse(unlabeled, where, remarks, segment), missing_reason=reason)
     reject_label_ids(record, where)
     entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
@@ -61,7 +63,7 @@ def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentenc
     if text is not None and (has_no_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
-        sentence, tags = _from_text(text, where, cut), None
+        sentence, tags = _from_text(text, where, segment), None
     elif tokens is not None:
         if text is not None and entities is not None:
             tags = None
@@ -92,18 +94,18 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def from_records(
-    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
+    records: Iterable[tuple[str, int, Any]], remarks: Remarks, segment: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
     """Return sentences from (source, line number or 0, record); `tag_names` are the names of tag ids 0, 1, ..."""
     items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
     normalized = [record for _, _, record in items]
-    converted_records = convert_offsets(normalized, cut)
+    converted_records = convert_offsets(normalized, segment)
     sentences: list[Sentence] = []
     for (source, line, record), converted_record in zip(items, converted_records, strict=True):
         where = f"{source}:{line}" if line else source
         if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
-        sentences.append(replace(_parse(converted_record, where, remarks, cut), source=source, line=line))
+        sentences.append(replace(_parse(converted_record, where, remarks, segment), source=source, line=line))
     values = [sentence.missing_reason if sentence.tags is None else sentence.tags for sentence in sentences]
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
     return group_documents(
@@ -112,12 +114,11 @@ def from_records(
     )
 
 
-def from_lines(path: str, lines: list[str], cut: Segmenter) -> list[Sentence]:
+def from_lines(path: str, lines: list[str], segment: Segmenter) -> list[Sentence]:
     """Return one document per line; an empty line is an empty document."""
-    numbered_lines = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
-        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
-        for number, line in numbered_lines
+        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", segment), source=path, line=number)
+        for number, line in enumerate(lines if lines[-1] else lines[:-1], 1)
     ]
 
 
@@ -168,11 +169,11 @@ def _find_words(words: list[str], text: Any, where: str, conflicting_key: str) -
     return text, offsets
 
 
-def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
+def _from_text(text: Any, where: str, segment: Segmenter) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text = replace_surrogates(text)
-    offsets = cut(text)
+    offsets = segment(text)
     words = [text[start:end] for start, end in offsets.tolist()]
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
 

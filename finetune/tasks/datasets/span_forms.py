@@ -44,7 +44,7 @@ def normalize_record(record: Any) -> Any:
     }
 
 
-def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
+def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
     """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
 
     Only records with characters outside the BMP, such as emoji, are considered: in others, both kinds of offsets agree.
@@ -56,7 +56,7 @@ def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
             continue
         indices = utf16_indices(text)
         converted = [_with_code_points(span, indices) for span in spans]
-        starts, ends = (set(edges) for edges in cut(replace_surrogates(text)).T.tolist())
+        starts, ends = (set(edges) for edges in segment(replace_surrogates(text)).T.tolist())
         for candidates, sign in ((spans, -1), (converted, 1)):
             bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
             gain += sign * sum(start in starts and end in ends for start, end in bounds)

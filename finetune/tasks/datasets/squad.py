@@ -67,7 +67,6 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     `handle_bad_answers`.
 
     Args:
-        path: the file.
         labeled: whether to skip unlabeled questions (neither answers nor is_impossible), and log their number.
 
     Raises:
@@ -370,8 +369,8 @@ def _expect_string(value: Any, name: str, location: str) -> str:
     return value
 
 
-def _expect_list(holder: dict[str, Any], key: str, location: str) -> list[Any]:
-    value = holder.get(key)
+def _expect_list(record: dict[str, Any], key: str, location: str) -> list[Any]:
+    value = record.get(key)
     if not isinstance(value, list):
         raise InputError(f"{location}: {key} is {_describe(value)}; expected a list.")
     return value

@@ -40,7 +40,7 @@ _NT = "n't"
 _NT_AT_WORD_END = re.compile(rf"{_NT}(?!\w)")
 
 
-class WordCuts:
+class WordSegmenter:
     """Segments text into words like the training set from which it was learned.
 
     Args:
@@ -66,7 +66,7 @@ class WordCuts:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     @classmethod
-    def learn(cls, words: Iterable[str]) -> WordCuts:
+    def learn(cls, words: Iterable[str]) -> WordSegmenter:
         """Learn from all words of a training set, with repetitions. Words that contain whitespace are ignored."""
         trigrams: Counter[tuple[str, str, str]] = Counter()
         compounds: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class WordCuts:
         return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(compounds.most_common(_MAX_ENTRIES)))
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> WordCuts:
+    def from_state(cls, state: Mapping[str, Any]) -> WordSegmenter:
         """Restore from the return value of `state`."""
         return cls(
             state["total"],

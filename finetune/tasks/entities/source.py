@@ -13,7 +13,7 @@ from finetune.tasks.datasets.annotations import skipped_summary
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence
 from finetune.tasks.datasets.surrogates import check_surrogates, replace_surrogates
-from finetune.tasks.datasets.word_cuts import WordCuts
+from finetune.tasks.datasets.word_cuts import WordSegmenter
 from finetune.tasks.datasets.words import cut_words
 from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
@@ -44,21 +44,21 @@ class SentenceSource:
         self.types: tuple[str, ...] = tuple(state["types"]) if state else settings.labels
         self.remarks: list[str] = []
         self._scheme: metrics.Scheme | None = settings.scheme if settings.scheme != "auto" else None
-        self._cuts: WordCuts | None = None
+        self._segmenter: WordSegmenter | None = None
         if state and self._scheme is None:
             self._scheme = state["scheme"]
         if state and "word_cuts" in state:  # older models do not have it
-            self._cuts = WordCuts.from_state(state["word_cuts"])
+            self._segmenter = WordSegmenter.from_state(state["word_cuts"])
         self._is_fitted = state is not None
 
     @property
-    def cut(self) -> Segmenter:
+    def segment(self) -> Segmenter:
         """Function that segments plain text into words like the training set."""
-        return self._cuts or cut_words
+        return self._segmenter or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return the "types" in the order of the labels, the "scheme" of the files, "word_cuts": `WordCuts.state()`."""
-        cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
+        """Return "types" (in the order of labels), the "scheme" of the files, and "word_cuts" (`WordSegmenter.state`)."""
+        cuts = {"word_cuts": self._segmenter.state()} if self._segmenter else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
     def read_train(self) -> list[Sentence]:
@@ -66,7 +66,7 @@ class SentenceSource:
         if not self._settings.train:
             raise InputError("train: empty. Set it to the file of labeled training sentences.")
         sentences = self._read(self._settings.train, labeled=True, use="train")
-        self._cuts = WordCuts.learn(chain.from_iterable(sentence.words for sentence in sentences))
+        self._segmenter = WordSegmenter.learn(chain.from_iterable(sentence.words for sentence in sentences))
         self._is_fitted = True
         return self._select(sentences, held_out=False) if self._settings.dev_share else sentences
 
@@ -106,7 +106,7 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             plain=plain,
-            cut=cut_words if use == "train" else self.cut,
+            segment=cut_words if use == "train" else self.segment,
             tag_names=settings.tag_names,
         )
         if settings.document_context:

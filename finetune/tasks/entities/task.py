@@ -39,7 +39,7 @@ class Entities(Task[Sentence]):
     `start` and `end` (exclusive) are indices of characters in the text, or in the tokens joined by spaces if there is
     no text; `last_word` is inclusive. `score` is the mean probability of the words' tags.
 
-    Plain text is segmented into words like the training set (see `WordCuts`).
+    Plain text is segmented into words like the training set (see `WordSegmenter`).
     """
 
     kind = "entities"
@@ -107,7 +107,7 @@ class Entities(Task[Sentence]):
         """Return a sentence, without context, from a string, {"text": ...} or {"tokens": [...]}; labels are ignored."""
         if isinstance(record, Mapping):
             record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return to_sentence(record, where, Remarks(), self._source.cut)
+        return to_sentence(record, where, Remarks(), self._source.segment)
 
     def with_context(
         self, examples: Sequence[Sentence], *, is_end_of_input: bool

@@ -18,7 +18,7 @@ from finetune.tasks.questions.metrics import Golds, best_threshold, means, score
 from pretrain.common.errors import InputError
 
 N_BEST = 20  # maximum number of start or end positions per window, and of answers (n_best_size of run_squad.py)
-CELLS = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
+MAX_SCORES = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -189,7 +189,7 @@ def _combine(
     context_start_F = np.cumsum(length_F) - length_F
     may_start_T = np.append(may_start_T, False)  # so that index 0 exists even if no context has a token
     position = np.arange(max(1, int(length_F.max(initial=0))))
-    windows_per_step = max(1, CELLS // max(len(position), num_best * num_best))
+    windows_per_step = max(1, MAX_SCORES // max(len(position), num_best * num_best))
     for begin in range(0, len(selected), windows_per_step):
         window_indices = selected[begin : begin + windows_per_step]
         is_context = position < length_F[window_indices, None]
@@ -264,9 +264,9 @@ class _AnswerTexts:
         stop_N[windows.examples] = stop_F  # the last window of each example is written last
         starts = np.append(offsets[:, 0], 0)
         is_last = spans.last + 1 >= stop_N[spans.examples]
-        self._start = offsets[spans.first, 0].tolist()
-        self._end = offsets[spans.last, 1].tolist()
-        self._next_start = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
+        self._starts = offsets[spans.first, 0].tolist()
+        self._ends = offsets[spans.last, 1].tolist()
+        self._next_starts = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
     def best(self, index: int, count: int) -> list[_Candidate]:
@@ -284,9 +284,9 @@ class _AnswerTexts:
         """Yield (index of span, start, end) of each answer: character indices, without surrounding whitespace."""
         context = self._examples[index].context
         for span in range(self._span_bounds[index], self._span_bounds[index + 1]):
-            start, end = self._start[span], self._end[span]
+            start, end = self._starts[span], self._ends[span]
             if not context.isascii():
-                end = _end_of_marks(context, end, self._next_start[span])
+                end = _end_of_marks(context, end, self._next_starts[span])
             # Tokens of SentencePiece may include the space before the word.
             while start < end and context[start].isspace():
                 start += 1
