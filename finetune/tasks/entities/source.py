@@ -57,7 +57,7 @@ class SentenceSource:
         return self._segmenter or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return "types" (in the order of labels), the "scheme" of the files, and "word_cuts" (`WordSegmenter.state`)."""
+        """Return "types" in label order, the "scheme" of the files and "word_cuts" (`WordSegmenter.state`)."""
         cuts = {"word_cuts": self._segmenter.state()} if self._segmenter else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
