@@ -89,7 +89,7 @@ class Task(ABC, Generic[E]):
 
     Args:
         settings: the task's section of the config.
-        state: what `state()` of the trained model returned; None before training.
+        state: return value of `state()` of the trained model; None before training.
     """
 
     kind: ClassVar[str]  # name of the task's section in the config, such as classification

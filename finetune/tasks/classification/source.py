@@ -39,7 +39,7 @@ class ExampleSource:
     """Reads the examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        state: what `state()` of the trained model returned.
+        state: return value of `state()` of the trained model; None before training.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
 
     Only records with characters outside the BMP, such as emoji, are considered: in others, both kinds of offsets agree.
     """
-    converted_records, gain = list(records), 0
+    converted_records, extra_matches = list(records), 0
     for index, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
@@ -59,9 +59,9 @@ def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
         starts, ends = (set(edges) for edges in segment(replace_surrogates(text)).T.tolist())
         for candidates, sign in ((spans, -1), (converted, 1)):
             bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
-            gain += sign * sum(start in starts and end in ends for start, end in bounds)
+            extra_matches += sign * sum(start in starts and end in ends for start, end in bounds)
         converted_records[index] = {**record, "entities": converted}
-    return converted_records if gain > 0 else records
+    return converted_records if extra_matches > 0 else records
 
 
 def _with_code_points(span: Any, indices: Sequence[int]) -> Any:

@@ -32,7 +32,7 @@ class SentenceSource:
     """Reads the sentences of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
-        state: what `state()` of the trained model returned; None before training.
+        state: return value of `state()` of the trained model; None before training.
 
     Attributes:
         types: entity types in the order of the labels; () until they are known.
