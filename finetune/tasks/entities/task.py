@@ -279,7 +279,7 @@ def _context_ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (index of first token, number of tokens) of each sentence with its context, int64 [N] each.
 
-    Context is whole words. Each side gets half of the free tokens, at most `limit`, or more if the other has fewer.
+    Context is whole words. Each side gets half of the free tokens, or more if the other has fewer, but at most `limit`.
     """
     starts = sentences.tokens.starts
     max_left = np.minimum(first_token_N - starts[sentences.document_first_word], limit)
