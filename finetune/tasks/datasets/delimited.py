@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listing
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableLayout, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
@@ -18,7 +18,7 @@ def read_delimited(
     path: Path,
     text: str,
     file_format: Format,
-    layout: TableFormat,
+    layout: TableLayout,
     requested: RequestedColumns,
     on_skipped: Callable[[str], None] | None,
 ) -> Table:
@@ -60,7 +60,7 @@ def _split_declaration(text: str) -> tuple[str, str]:
     return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
-def _quoting(path: Path, text: str, file_format: Format, layout: TableFormat, delimiter: str) -> Quoting:
+def _quoting(path: Path, text: str, file_format: Format, layout: TableLayout, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
     if file_format == "tsv":

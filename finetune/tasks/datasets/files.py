@@ -32,7 +32,7 @@ def reject_spreadsheet(path: Path) -> None:
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether Python has a text encoding of this name; codecs such as rot13 and base64 are not."""
+    """Return whether `name` is one of Python's text encodings, unlike codecs such as rot13 and base64."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -44,7 +44,6 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """Read a whole text file (.gz, .bz2 and .xz are decompressed), without its byte-order mark.
 
     Args:
-        path: the file.
         encoding: name of a Python text encoding; with utf-8, a file with a byte-order mark of UTF-16 is read as UTF-16.
         advice: appended to the error about bytes that are not in the encoding.
 
