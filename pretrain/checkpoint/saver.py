@@ -121,7 +121,7 @@ class Saver:
     def _publish(self, stored_run: StoredRun, checkpoint: Path) -> None:
         stored_run.publish(checkpoint)
         try:
-            names = stored_run.names()
+            names = stored_run.checkpoint_names()
             kept = [name for name in names if stored_run.state(name).get("kept")]
             stored_run.delete_except({*names[-self._keep_last :], *kept, checkpoint.name, stored_run.best()})
         except RunError as error:  # the next save tries again to delete them
