@@ -44,7 +44,7 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
 
 
 def _summary(names: list[str], read_names: Collection[str]) -> str:
-    """Return the pattern of `names` if none of the `read_names` matches it, otherwise the first of `names`."""
+    """Return the pattern of `names` if none of the `read_names` matches it, otherwise the first two of `names`."""
     pattern = _pattern(names)
     if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read_names):
         return pattern

@@ -1,9 +1,9 @@
 """Reads and writes the files of sentence-transformers next to an encoder: its pooling and maximum length.
 
-They are read in the format of version 6 and in older ones, and written in the older ones, which
-text-embeddings-inference also reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). Sources in
-sentence-transformers 6: sentence_transformer/modules/pooling.py (1_Pooling/config.json), base/modules/transformer.py
-(sentence_bert_config.json), base/model.py (the other two files).
+The formats of version 6 and older versions are read. The older format is written, which text-embeddings-inference also
+reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). Version 6 reads and writes these files in
+sentence_transformer/modules/pooling.py (1_Pooling/config.json), base/modules/transformer.py (sentence_bert_config.json)
+and base/model.py (the other two files).
 """
 
 from collections.abc import Mapping
