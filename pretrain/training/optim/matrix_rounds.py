@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Maximum matrix entries per round and worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
+# Maximum number of entries per round and worker: 64 MB in fp32. Larger rounds need more memory and save little time.
 ROUND_ENTRIES = 1 << 24
 
 Shape = tuple[int, int]  # (rows, columns)
@@ -124,7 +124,7 @@ def _assign_owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) ->
 
 
 def _cost(shape: Shape) -> int:
-    """Return the relative cost of orthogonalizing a matrix: its Gram matrix, and the products with it."""
+    """Return the relative cost of orthogonalizing a matrix: of its Gram matrix, and of the products with it."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 

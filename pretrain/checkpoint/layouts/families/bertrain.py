@@ -23,9 +23,7 @@ class BertrainLayout(Layout):
         return [re.sub(r"^head\.dense_", "heads.pooler_", ours)]
 
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the shape in a config.json.
-
-        Parameters that fine-tuning adds get BERT's initialization.
+        """Return the shape in a config.json; parameters that fine-tuning adds get BERT's initialization.
 
         Raises:
             KeyError: config.json has no `model`.

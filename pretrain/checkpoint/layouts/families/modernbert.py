@@ -22,11 +22,9 @@ _BASES = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta"
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     activation = activation_name("hidden_activation", config.get("hidden_activation", "gelu"))
-    head_activation = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
-    if head_activation != activation:
-        raise ValueError(
-            f"classifier_activation is {head_activation!r}; only hidden_activation's {activation!r} is supported"
-        )
+    head_act = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
+    if head_act != activation:
+        raise ValueError(f"classifier_activation is {head_act!r}; only hidden_activation's {activation!r} is supported")
     ffn_bias = bool(config.get("mlp_bias", False))
     return {
         **_read_layers(config),
