@@ -272,8 +272,8 @@ def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[
     nor an `OSError` is a bug: it is logged, and raised as a `MachineError`, so that no rank waits forever.
     """
     outcomes = group.collect_objects(_outcome(group, work))
-    concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
-    return _result(group.broadcast_object(concluded))
+    conclusion = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
+    return _result(group.broadcast_object(conclusion))
 
 
 def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:

@@ -156,14 +156,14 @@ def copy_tokenizer(
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     # transformers does not have default special tokens for every family.
     special_tokens = {f"{role}_token": tokenizer.id_to_token(index) for role, index in source.special_ids.items()}
-    declared = {"tokenizer_class": tokenizer_class, **special_tokens, **declared_types(source.folder)}
-    declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
+    config = {"tokenizer_class": tokenizer_class, **special_tokens, **declared_types(source.folder)}
+    config["model_max_length"] = min(config.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        declared["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
+        config["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
     if isinstance(normalizer, normalizers.BertNormalizer):
-        declared |= {flag: getattr(normalizer, name) for flag, name in CASING.items()}
-    write_json(out / "tokenizer_config.json", {**declared, **(fields or {})})
+        config |= {flag: getattr(normalizer, name) for flag, name in CASING.items()}
+    write_json(out / "tokenizer_config.json", {**config, **(fields or {})})
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:

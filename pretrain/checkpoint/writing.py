@@ -65,14 +65,14 @@ def take_shard(
     tensors: dict[str, Tensor] = {}
     entries = []
     fragments = list(fragments)
-    for fragment, part in zip(fragments, _slices_to_write(fragments, group), strict=True):
-        if part.start >= part.stop:
+    for fragment, span in zip(fragments, _slices_to_write(fragments, group), strict=True):
+        if span.start >= span.stop:
             continue
-        start = fragment.start + part.start
+        start = fragment.start + span.start
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[part].detach())
-        entry = {"name": fragment.name, "start": start, "numel": part.stop - part.start}
+            tensors[key] = copy(key, tensor[span].detach())
+        entry = {"name": fragment.name, "start": start, "numel": span.stop - span.start}
         entries.append({**entry, "kinds": list(fragment.tensors)})
     return CheckpointShard(tensors, entries)
 

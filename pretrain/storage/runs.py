@@ -230,13 +230,13 @@ class StoredRun:
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
-        local_writer, (number, stored) = self._folder / _LOCAL_WRITER, self._last_writer()
+        local_writer, (number, last_writer) = self._folder / _LOCAL_WRITER, self._last_writer()
         number += 1
         while not self._objects.create(self._writer_address(number), writer):  # another start took the number
             number += 1
         if self._objects.create_overwrites(self._writer_address(number), writer):
             logger.warning(_OVERWRITE_WARNING, self.address)
-        if stored not in (None, _read_bytes(local_writer)):
+        if last_writer not in (None, _read_bytes(local_writer)):
             self._takeover = number, self._result_manifests()
         try:
             with atomic_open(local_writer) as file:
@@ -356,12 +356,12 @@ class StoredRun:
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
         local_writer = self._folder / _LOCAL_WRITER
-        stored = self._last_writer()[1] if local_writer.is_file() else None
-        if stored is None or stored == local_writer.read_bytes():
+        last_writer = self._last_writer()[1] if local_writer.is_file() else None
+        if last_writer is None or last_writer == local_writer.read_bytes():
             return
-        last = json.loads(stored)
+        start = json.loads(last_writer)
         raise InputError(
-            f"{self.address}: the run was started again on {last['host']} at {last['since']}, and only the last "
+            f"{self.address}: the run was started again on {start['host']} at {start['since']}, and only the last "
             f"start may write there. Stop one of the two; this one keeps its checkpoints in {self._folder}."
         )
 

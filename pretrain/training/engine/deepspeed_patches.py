@@ -47,13 +47,13 @@ def import_deepspeed() -> Any:
 @contextlib.contextmanager
 def without_nvml() -> Iterator[None]:
     """Make DeepSpeed query free memory through torch: with NVML it parses CUDA_VISIBLE_DEVICES as numbers."""
-    imported = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
+    saved_modules = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
     sys.modules["pynvml"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["pynvml"]
-        sys.modules.update(imported)
+        sys.modules.update(saved_modules)
 
 
 @contextlib.contextmanager

@@ -83,14 +83,14 @@ class LayoutInputs:
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # our optimizer, which DeepSpeed's wrapper steps
     group_names: Sequence[Sequence[str]]  # names of each optimizer group's parameters
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]  # the model's, in its dtype, sharded in stage 3
     shapes: Mapping[str, torch.Size]  # shapes of the unsharded parameters
     rank: int
     world_size: int
     clip_norm: float  # maximum gradient norm; 0 does not clip
     scales_loss: bool  # whether the loss is scaled (fp16)
     uses_gradient_sums: bool  # result of the function `uses_gradient_sums`
-    sum_over_workers: Callable[[Tensor], Tensor]
+    sum_over_workers: Callable[[Tensor], Tensor]  # sums a tensor over all ranks in place
 
     @property
     def wrapper(self) -> Any:

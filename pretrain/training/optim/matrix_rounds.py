@@ -62,12 +62,12 @@ class Round:
 
 
 def plan_rounds(
-    stored: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, replicated: bool
+    pieces_by_rank: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, replicated: bool
 ) -> list[Round]:
     """Plan the rounds of `rank`.
 
     Args:
-        stored: the pieces that each worker stores.
+        pieces_by_rank: the pieces that each worker stores.
         shapes: the shapes of all matrices, by tensor id.
         rank: the worker whose rounds are returned.
         replicated: whether every worker stores all matrices, so that owners need no pieces from other workers.
@@ -75,7 +75,7 @@ def plan_rounds(
     Returns:
         The rounds in order: the same number for all workers, with matching sends and receives.
     """
-    pieces = [sorted(rank_pieces) for rank_pieces in stored]
+    pieces = [sorted(rank_pieces) for rank_pieces in pieces_by_rank]
     ids = sorted({piece.tensor_id for rank_pieces in pieces for piece in rank_pieces}, key=lambda i: (shapes[i], i))
     rounds = []
     for round_ids in _split_ids(ids, shapes, ROUND_ENTRIES * len(pieces)):

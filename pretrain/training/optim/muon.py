@@ -171,8 +171,8 @@ class Muon(SkippingOptimizer):
         flats = {self._flat_index[flat]: flat for flat in lrs}
         key = tuple(sorted(flats))
         if key not in self._rounds:
-            stored = [[piece for piece in rank_pieces if piece.flat_index in flats] for rank_pieces in self._pieces]
-            self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._replicated)
+            pieces = [[piece for piece in rank_pieces if piece.flat_index in flats] for rank_pieces in self._pieces]
+            self._rounds[key] = plan_rounds(pieces, self._shapes, self._workers.rank, self._replicated)
         for round_ in self._rounds[key]:
             self._apply_updates(_flatten(round_.received), self._orthogonalized_updates(round_, flats), flats, lrs)
 
