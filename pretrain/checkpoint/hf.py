@@ -33,7 +33,7 @@ from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-# Fields of BERT's config.json besides the shape, as transformers 5 writes them; 4 reads them, too.
+# Fields of BERT's config.json besides the shape, as transformers 5 writes them; version 4 reads them, too.
 _BERT_FIELDS = {
     "bos_token_id": None,
     "eos_token_id": None,

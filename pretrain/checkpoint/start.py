@@ -1,9 +1,9 @@
 """Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
 The checkpoint determines `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
-exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that it replaces,
-so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
-that a new masked-language-modeling head starts by predicting these frequencies.
+exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that the word
+replaces, so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the
+corpus, so that a new masked-language-modeling head starts by predicting these frequencies.
 """
 
 import hashlib

@@ -34,7 +34,7 @@ from pretrain.common.errors import InputError, MachineError, RunError, version_m
 from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, verify_content, verify_manifest
 from pretrain.storage.runs import best_of
 
-FORMAT = 2
+FORMAT = 2  # version of the format of checkpoints
 _DAMAGED = "damaged-"  # prefix of the names of damaged checkpoints that were renamed
 # Number of attempts to read a file if the storage fails, and the wait before the second attempt; it then doubles.
 _READ_ATTEMPTS, READ_WAIT_SECONDS = 6, 1.0

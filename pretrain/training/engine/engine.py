@@ -90,7 +90,7 @@ class Engine:
 
     Attributes:
         shapes: the parameters' shapes, by name.
-        module: the model as wrapped by DeepSpeed.
+        module: the model, with the parameters that DeepSpeed cast and moved.
         averaged_steps: number of steps whose weights are in the running mean; 0 if there is none.
         variant: settings that passes depend on, such as rotary bases; a CUDA graph is recorded for each value.
         workers: the group of all ranks.

@@ -37,7 +37,7 @@ class GradientSums:
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
     precision, and gloo rounds after adding each worker's part. Here, with gloo, each part is rounded once, before it is
-    sent, except for the owner's. NCCL adds parts along its ring and rounds each sum, but needs only one collective per
+    sent; the owner's is not sent. NCCL adds parts along its ring and rounds each sum, but needs only one collective per
     piece. DeepSpeed needs one per piece and owner, and waits for the device before each (allreduce_and_copy).
 
     Attributes:

@@ -367,7 +367,7 @@ class Stage1Layout(CustomStepLayout):
             self._distribute_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables with sparse gradients, faster: AdamW only decays the many rows that never had a gradient."""
+        """Update tables with sparse gradients faster than AdamW would: rows that never had a gradient only decay."""
         optimizer, stepped = self._inputs.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
             return stepped
