@@ -101,7 +101,7 @@ def latest(folder: Path, *, set_aside: bool = False, check_hashes: bool = True) 
 
 
 def choose(folder: Path, name: str | None) -> Path:
-    """Return a verified checkpoint in `folder`: the one called `name`, "best", or the latest intact one for None.
+    """Return a checkpoint in `folder`, verified: `name`, the best one for "best", or the latest intact one for None.
 
     Raises `InputError` if there is none.
     """

@@ -135,7 +135,7 @@ def store(
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     old_entries, listed = file_entries(stored_content), objects.listing(address)
     stored_names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
-    missing = {n for n, key in stored_names.items() if getattr(listed.get(key), "bytes", None) != entries[n]["bytes"]}
+    missing = {n for n in stored_names if getattr(listed.get(stored_names[n]), "bytes", None) != entries[n]["bytes"]}
     if stored_content == content and not missing:
         return []
     changed = [name for name, entry in entries.items() if old_entries.get(name, entry) != entry]

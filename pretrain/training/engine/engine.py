@@ -117,8 +117,7 @@ class Engine:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
-        self.settings = settings
-        self.watch = watch
+        self.settings, self.watch = settings, watch
         named_parameters = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named_parameters}
         self._optimizer = make_optimizer(named_parameters)
