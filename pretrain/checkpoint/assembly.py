@@ -78,7 +78,7 @@ def assemble(
     masked-language-modeling head whose decoder differs from the word embeddings although the config ties them.
 
     Raises:
-        InputError: the backbone is incomplete; the message starts with `where`, the name of the file.
+        InputError: the backbone is incomplete; `where`, the name of the file, is for the message.
     """
     layout, model = facts.layout, facts.model
     heads = _head_shapes(facts, task_head(layout.family, config, model, "sequence"))
@@ -97,7 +97,7 @@ def assemble(
         names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
         if not names:
             continue
-        head = {ours: source.take(StackedName(ours)).contiguous() for ours in names}
+        head = {ours: source.read(StackedName(ours)).contiguous() for ours in names}
         reason = _head_defect(head, shapes, source, backbone)
         if reason:
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
@@ -144,11 +144,11 @@ class _Source:
             names = self.layout.current_names(name)
             for index, current in enumerate(names):
                 for ours in parameters.get(current, ()):
-                    self._add(ours, _Chunk(name, index, len(names)))
-        self._add_tied()
+                    self._locate(ours, _Chunk(name, index, len(names)))
+        self._locate_tied()
         self._reject_extra_layers(parameters)
 
-    def take(self, ours: StackedName) -> Tensor:
+    def read(self, ours: StackedName) -> Tensor:
         """Return the values of one parameter, or of one of its stacked parts, fp32."""
         name, index, total = self.chunks[ours]
         whole = self.tensors[name]
@@ -171,14 +171,14 @@ class _Source:
                         parameters[theirs].append(StackedName(name, part))
         return parameters
 
-    def _add(self, ours: StackedName, chunk: _Chunk) -> None:
+    def _locate(self, ours: StackedName, chunk: _Chunk) -> None:
         if ours in self.chunks:
             raise InputError(
                 f"{self.where}: {chunk.name} and {self.chunks[ours].name} both fill {ours.name}. Remove one of them."
             )
         self.chunks[ours] = chunk
 
-    def _add_tied(self) -> None:
+    def _locate_tied(self) -> None:
         """Locate parameters that the file has only as the decoder's tensors, and the bias of an untied decoder."""
         for name in self.tensors:
             tied = self.layout.tied_parameter(name, self.model)
@@ -254,7 +254,7 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
                 f"{source.where}: {name} has the shape {list(whole.shape)}; expected {expected}. "
                 "The weights do not belong to this config."
             )
-        parts.append(source.take(StackedName(ours, part)))
+        parts.append(source.read(StackedName(ours, part)))
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 

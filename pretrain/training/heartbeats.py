@@ -76,13 +76,13 @@ class HeartbeatExchange:
         self._store = None
 
     def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
-        """On rank 0: publish the summary; return each rank's latest heartbeat, None before its first."""
+        """On rank 0: publish the summary; return each rank's latest heartbeat, or None before its first."""
         self._store.set(self._summary_key, json.dumps([heartbeat, finding]))
         others = self._store.multi_get(self._heartbeat_keys[1:])
         return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
     def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
-        """On other ranks: publish a heartbeat; return the latest summary, None before the first."""
+        """On other ranks: publish a heartbeat; return the latest summary, or None before the first."""
         self._store.set(self._heartbeat_keys[self._rank], json.dumps(heartbeat))
         self._has_summary = self._has_summary or self._store.check([self._summary_key])
         if not self._has_summary:
@@ -100,8 +100,8 @@ class AllRanksCheck:
     """
 
     def __init__(self, world_size: int, now: float) -> None:
-        self._latest: list[Heartbeat | None] = [None] * world_size
-        self._heard_at = [now] * world_size
+        self._latest: list[Heartbeat | None] = [None] * world_size  # the latest heartbeat of each rank
+        self._heard_at = [now] * world_size  # the time of that heartbeat
         self._last_round_at = self._progress_at = now
 
     def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:

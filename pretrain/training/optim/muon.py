@@ -236,8 +236,8 @@ class Muon(SkippingOptimizer):
 
 def _flat_views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
     """Return a view of each piece in its flat tensor; `flats` maps indices to tensors."""
-    flat = {index: x.view(-1) for index, x in flats.items()}
-    return [flat[p.flat_index][p.flat_start : p.flat_start + p.numel] for p in pieces]
+    views = {index: flat.view(-1) for index, flat in flats.items()}
+    return [views[p.flat_index][p.flat_start : p.flat_start + p.numel] for p in pieces]
 
 
 def _owned_views(pieces: Sequence[MatrixPiece], owned: Tensor, start_of: Mapping[int, int]) -> list[Tensor]:
@@ -251,5 +251,5 @@ def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         foreach._foreach_copy_(destinations, sources)
 
 
-def _flatten(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
-    return [piece for pieces in by_worker for piece in pieces]
+def _flatten(pieces_by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
+    return [piece for pieces in pieces_by_worker for piece in pieces]
