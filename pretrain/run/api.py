@@ -125,8 +125,8 @@ def export(
     run_address, out = display_path(path), local_path(target)
     if checkpoint and is_remote(run_address):
         stored = StoredRun(run_address, path)
-        stored.download_checkpoints(stored.names())
-    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(other) for other in average])
+        stored.download_checkpoints(stored.checkpoint_names())
+    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, other_runs=[run_path(run) for run in average])
     if is_remote(target):
         for model in make_objective(config_of(path)).exported:
             store_target(f"{target}{model.suffix}")

@@ -42,7 +42,7 @@ def start_fork(config: PretrainConfig) -> bool:
     run, step = _parse_fork_from(config)
     with locked_run(config.folder):
         names = checkpoint_names(config.folder)
-        if names or (config.address and StoredRun(config.address, config.folder).names()):
+        if names or (config.address and StoredRun(config.address, config.folder).checkpoint_names()):
             fork = read_fork(config.folder)
             is_same_fork = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
             return is_same_fork and names == [_checkpoint_name(step)]  # forked earlier, but no step yet
@@ -76,7 +76,7 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
 
     run, step = _parse_fork_from(config)
     folder = find_run(local_run(run))
-    names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
+    names = StoredRun(run, folder).checkpoint_names() if is_remote(run) else checkpoint_names(folder)
     name = _checkpoint_name(step)
     if name not in names:
         steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]

@@ -72,7 +72,7 @@ def fit(
     finally:
         with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
-        training.callbacks.call_for_each("checkpoint", training.saver.written)
+        training.callbacks.call_for_each("checkpoint", training.saver.unreported)
     training.saver.wait()
     training.log_storage_trouble()
     if engine.averaged_steps:
@@ -331,7 +331,7 @@ class Fit(Generic[S]):
         numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
         counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
         self.callbacks.call("step_end", {**counts, "epoch": self.epoch, **numbers})
-        self.callbacks.call_for_each("checkpoint", self.saver.written)
+        self.callbacks.call_for_each("checkpoint", self.saver.unreported)
 
     def log(self) -> dict[str, Any]:
         """Record the metrics of the steps since the last record; returns the new record."""
