@@ -131,8 +131,8 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
     if not any(trial.config.engine.precision == "auto" for trial in with_recorded):
         return with_recorded
     pairs = zip(with_recorded, trials, strict=True)
-    recorded = (trial.config.engine for trial, old in pairs if trial.config.engine != old.config.engine)
-    chosen: Precision | None = next((engine.resolved_precision for engine in recorded), None)
+    changed = (trial.config.engine for trial, original in pairs if trial.config.engine != original.config.engine)
+    chosen: Precision | None = next((engine.resolved_precision for engine in changed), None)
     if chosen is None:
         if config.scheduling.address:  # training runs on other machines
             return with_recorded
@@ -158,11 +158,11 @@ def read_outcome(trial: Trial) -> Outcome | None:
     if (folder / FAILED).is_file():
         outcome = Outcome(error=DivergedError(*_read_values(folder / FAILED, "message")))
     elif finished:
-        names = ("metric", "scores", "chosen_on", "details", "data")
-        metric, scores, chosen_on, details, data = _read_values(folder / SCORES, *names)
+        keys = ("metric", "scores", "chosen_on", "details", "data")
+        metric, scores, chosen_on, details, digest = _read_values(folder / SCORES, *keys)
         positive = next(iter(details.values()), {}).get("positive", "")
         reason, chosen_on = degenerate_reason(details), "fold" if trial.config.fold else chosen_on
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=data, positive=positive)
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=digest, positive=positive)
     else:
         return None
     runs.check_same_settings(trial.config, finished=True)
@@ -208,7 +208,7 @@ def _run_pending(
     stop_file = config.folder / STOP_FILE
     stopping = False
 
-    def poll(results: dict[int, RunError | None]) -> None:
+    def record_results(results: dict[int, RunError | None]) -> None:
         nonlocal stopping
         for index, error in ((pending[position], error) for position, error in results.items()):
             if not isinstance(error, StoppedError):
@@ -228,14 +228,14 @@ def _run_pending(
             [_request(trials[index].config) for index in pending],
             name=config.name,
             run_dir=config.folder,
-            poll=poll,
+            poll=record_results,
             parallel=parallel,
             cpus_per_trial=config.scheduling.cpus_per_worker,
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        # Trials that ended without a report.
-        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})
+        # Trials that ended without reporting a result.
+        record_results({position: None for position, index in enumerate(pending) if outcomes[index] is None})
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:
@@ -251,7 +251,7 @@ def _record_outcome(trial: Trial, error: RunError | None) -> Outcome:
 
 
 def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
-    """Raise `InputError` if the data of a finished run have changed since, so that scores are not comparable."""
+    """Raise `InputError` if the data of a finished run have changed, so that the scores would not be comparable."""
     digests: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data_digest:
@@ -267,11 +267,11 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
             )
 
 
-def _read_values(path: Path, *names: str) -> list[Any]:
+def _read_values(path: Path, *keys: str) -> list[Any]:
     """Read the values of these keys from a JSON file."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return [saved[name] for name in names]
+        return [saved[key] for key in keys]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: damaged ({error}). Remove {path.parent}; the same command then repeats the run."
