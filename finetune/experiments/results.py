@@ -135,10 +135,7 @@ def _score_statistics(candidate: Candidate, *, show_all: bool) -> Iterator[tuple
     """Yield (heading, statistics) of the score that ranks candidates or, with `show_all`, of every score."""
     scored = next((outcome for outcome in candidate.outcomes.values() if outcome and outcome.scores), Outcome())
     if not show_all or not scored.scores:
-        yield (
-            f"{scored.chosen_on} {score_title(scored.metric, scored.positive)}".strip(),
-            candidate.spread,
-        )
+        yield f"{scored.chosen_on} {score_title(scored.metric, scored.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.outcomes.values())
     for split, scores in scored.scores.items():

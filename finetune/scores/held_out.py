@@ -3,7 +3,7 @@
 Whitespace is normalized to single spaces. A document's tokens are cut into sequences of equal length, which are masked
 as in pretraining (Devlin et al. 2019, section 3.1): 15 % of the tokens are chosen; 80 % of these become the mask token,
 10 % a random one. Bits per character are the bits of the chosen tokens divided by their characters: a token's
-characters run from the end of the previous token to its own end, so each character, including spaces between words,
+characters run from the end of the previous token to its end, so each character, including spaces between words,
 belongs to exactly one token. Even so, this score is not comparable between vocabularies: the other tokens of a word
 stay visible, which makes prediction easier for smaller vocabularies. The other scores of `text_scores` are comparable.
 
