@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
     Args:
         folders: run folders, or folders that contain several run folders.
         out: the HTML file.
-        watched: let the browser reload the page every 10 s until all runs are over.
+        watched: let the browser reload the page every 10 s until all runs have ended.
 
     Raises:
         InputError: a folder has no run, none of its runs has a record, or a file is damaged.
@@ -119,7 +119,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
     tiles = list(_score_tiles(run))
     if rates := run.values("tokens_per_second"):
         notes = {"mfu": "{:.0%} MFU", "data_stall_fraction": "data stall {:.1%}"}
-        medians = [note.format(statistics.median(x)) for name, note in notes.items() if (x := run.values(name))]
+        medians = [note.format(statistics.median(v)) for name, note in notes.items() if (v := run.values(name))]
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", ", ".join(["median", *medians])))
     if tokens := run.values("tokens"):
         tiles.append(("tokens trained on", abbreviate(tokens[-1]), f"in {run.step:,} steps"))
@@ -172,7 +172,7 @@ def _pretraining_config(runs: Sequence[RunRecords]) -> PretrainConfig | None:
 
 
 def _pretraining_values(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
-    """Return the values of report.html.j2 that only a single pretraining has."""
+    """Return the values for report.html.j2 that only the report of a single pretraining has."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
@@ -216,6 +216,7 @@ def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
 
 def _success_phrase(fillings: Sequence[Filling]) -> str:
     """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
-    first = sum(filling.rank == 1 for filling in fillings)
-    among = sum(filling.rank <= len(filling.guesses) for filling in fillings)
-    return f"the first guess in {first} and among the guesses in {among} of {counted(len(fillings), 'sentence')}"
+    num_first = sum(filling.rank == 1 for filling in fillings)
+    num_listed = sum(filling.rank <= len(filling.guesses) for filling in fillings)
+    total = counted(len(fillings), "sentence")
+    return f"the first guess in {num_first} and among the guesses in {num_listed} of {total}"

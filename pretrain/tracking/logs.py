@@ -18,7 +18,7 @@ def quiet_logging(log_file: Path) -> None:
     """Send Python logging and warnings of every library to `log_file` instead of the terminal.
 
     Libraries such as DeepSpeed and torch add terminal handlers to their loggers when imported. These handlers are
-    removed, and new ones are ignored. A second call changes the file.
+    removed, and new ones are ignored. A second call replaces the log file of the first.
     """
     with disk_errors(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
