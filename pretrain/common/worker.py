@@ -45,8 +45,8 @@ class Flag:
     Attributes:
         path: the file.
         owner: name of the attempt, which `set` writes to the file. Files of other owners are ignored unless touched.
-        since: time in nanoseconds of the file system's clock. A file that was touched, or has no owner, is honored if
-            it is not older; with None, it is always ignored.
+        since: time in nanoseconds of the file system's clock. A file that was touched, or has no owner, is honored
+            only if it is not older than this; None means never.
     """
 
     path: Path
@@ -162,7 +162,7 @@ class TrainingRequest:
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The defaults are for a run of one process. `rank` is the one among all processes, `local_rank` on this machine.
+    The defaults are for a run of one process. `rank` is among all processes, `local_rank` among this machine's.
     """
 
     rank: int = 0

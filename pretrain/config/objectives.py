@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Settings with paths that objectives read. They may differ in a resumed run, which compares the contents."""
+"""Settings that are paths of objectives' files. A resumed run may change them, since it compares the contents."""
 
 
 class DistillationConfig(Section):

@@ -182,14 +182,14 @@ class PhaseConfig(Section):
 
     def first_sample(self, step: int) -> int:
         """Return the index of the first sample of the 0-based `step`: the number of sequences before it."""
-        ramp_done = min(step, self.ramp_steps)
+        ramp_step = min(step, self.ramp_steps)
         ramp_sizes = self.batch_sizes[:-1]
         starts = [-(-i * self.ramp_steps // len(ramp_sizes)) for i in range(len(ramp_sizes))] + [self.ramp_steps]
-        in_ramp = sum(
-            size * (min(ramp_done, end) - min(ramp_done, start))
+        ramp_sequences = sum(
+            size * (min(ramp_step, end) - min(ramp_step, start))
             for size, start, end in zip(ramp_sizes, starts, starts[1:], strict=False)
         )
-        return in_ramp + (step - ramp_done) * self.global_sequences
+        return ramp_sequences + (step - ramp_step) * self.global_sequences
 
     @model_validator(mode="after")
     def _check_ramp(self) -> PhaseConfig:

@@ -188,7 +188,7 @@ def _without_undone(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the run's config; {} if it has none. Checks only those fields of the phases that every report uses."""
+    """Read the run's config; {} if it has none. Checks only the phases' fields that every report uses."""
     if not path.exists():
         return {}
     config = read_values(path)
