@@ -116,7 +116,7 @@ def save_model(
         details={name: result.details for name, result in results.items() if result.details},
         unsupported=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
         temperature=temperature,
-        brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
+        includes_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
     summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": digest, "temperature": temperature}
     write_json(config.folder / SCORES, {**summary, "scores": facts.scores, "details": facts.details})

@@ -124,7 +124,7 @@ def check_outputs_differ(outputs: Iterable[Path], inputs: Iterable[Path | str]) 
             raise InputError(f"{out}: is also an input, which would be overwritten. Choose another name.")
 
 
-def refuse_lfs_pointer(path: Path) -> None:
+def reject_lfs_pointer(path: Path) -> None:
     """Raise `InputError` if Git LFS left a pointer in place of the file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:

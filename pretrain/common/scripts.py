@@ -41,7 +41,7 @@ CONTINUATION = regex.compile(f"(?V1)[{CONTINUES_UNIT}]")
 # A letter and the characters attached to it.
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{CONTINUES_UNIT}]|(?<=[{JOINS_NEXT}])(?s:.))*")
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
-# Characters that `comparable` may change; all others neither decompose nor compose with preceding ones (Annex 15, 9).
+# Characters that `normalize` may change; all others neither decompose nor compose with preceding ones (Annex 15, 9).
 _CHANGEABLE = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
@@ -79,20 +79,20 @@ def kind_of(character: str) -> int:
     return int(kinds()[ord(character)]) if ord(character) < CODE_POINTS else OTHER
 
 
-def comparable(text: str) -> str:
-    """Normalize a string for comparison: NFKC, without characters that may be invisible."""
+def normalize(text: str) -> str:
+    """Normalize a string for comparison: convert it to NFKC, without characters that may be invisible."""
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
 
 
-def changeable() -> np.ndarray:
-    """Return a mask of the code points that `comparable` may change in a word, bool [0x40000].
+def changeable_mask() -> np.ndarray:
+    """Return a mask of the code points that `normalize` may change in a word, bool [0x40000].
 
     Characters that belong to a word neither before nor after the change, such as a no-break space, are excluded.
     """
     mask = code_point_mask(_CHANGEABLE).copy()
     for point in np.flatnonzero(mask).tolist():
         character = chr(point)
-        mask[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in comparable(character))
+        mask[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in normalize(character))
     return mask

@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError, is_control, printable, version_mi
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
 from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, field_at
-from pretrain.common.setting_errors import expected, format_value, shorten, suggest
+from pretrain.common.setting_errors import describe_expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
 _MIN_UNKNOWN = 3  # minimum number of unknown top-level keys to report a config as one for another command
@@ -285,7 +285,7 @@ class _Document(Generic[S]):
             # If a check involves several settings, its message starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
-        return f"{where}: {name} is {format_value(error['input'])}; {expected(error)}"
+        return f"{where}: {name} is {format_value(error['input'])}; {describe_expected(error)}"
 
     def where(self, path: Keys) -> str:
         """Return the override that set `path`, or else the file and line of the setting or its innermost section."""

@@ -119,7 +119,7 @@ class SchedulingConfig(Section):
         return self
 
 
-def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
+def parse_callback(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
     """Return (name of the function or class, whether its errors stop the run, options of the class)."""
     options = {"call": entry} if isinstance(entry, str) else dict(entry)
     return str(options.pop("call", "")), options.pop("on_error", "warn") == "stop", options
@@ -130,7 +130,7 @@ def _check_callback(entry: Any) -> Any:
         raise ValueError("use my_package.module:name, or a section with this name as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
-    check_name(callback_options(entry)[0], with_attribute=True)
+    check_name(parse_callback(entry)[0], with_attribute=True)
     return entry
 
 
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         for index, entry in enumerate(self.callbacks):
-            yield ("callbacks", index), CALLBACKS, callback_options(entry)[0]
+            yield ("callbacks", index), CALLBACKS, parse_callback(entry)[0]
 
     @property
     def folder(self) -> Path:

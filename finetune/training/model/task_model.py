@@ -73,12 +73,12 @@ class TaskModel(Encoder):
     @classmethod
     def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
         """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
-        head_layers, size = released.task_head(task.head), released.vocabulary_size
-        return cls(released.model, size, task.head, task.objective, task.outputs, head_layers, **options)
+        layers, vocabulary_size = released.task_head(task.head), released.vocabulary_size
+        return cls(released.model, vocabulary_size, task.head, task.objective, task.outputs, layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
         """Compute loss and logits of one micro-batch."""
-        logits_RC = self.head.outputs(self._features(batch))
+        logits_RC = self.head.logits(self._features(batch))
         return Output(self.loss(logits_RC, batch), logits_RC)
 
     def features(self, batch: LabeledBatch) -> Tensor:
@@ -130,8 +130,8 @@ class OutputHead(nn.Module):
             hidden_RH = window_means(hidden_RH, cu_seqlens)
         return hidden_RH
 
-    def outputs(self, features_RH: Tensor) -> Tensor:
-        """Apply the output layer to the result of `forward`; return [R, C]."""
+    def logits(self, features_RH: Tensor) -> Tensor:
+        """Apply the output layer to the result of `forward`; return the logits, [R, C]."""
         return _linear_fp32(features_RH, self.out_weight, self.out_bias)
 
 

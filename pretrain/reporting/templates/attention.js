@@ -143,7 +143,7 @@ const atPointer = event => {
   const [to, from] = [cellAt(event.clientX - box.left, frame.left), cellAt(event.clientY - box.top, frame.top)];
   return from >= 0 && from < length && to >= 0 && to < length ? [from, to] : null;
 };
-const readMatrix = () => {
+const showWeight = () => {
   const { from, to } = view, name = n => `“${tokens[n].text}”`;
   element("matrix-read").textContent = from !== null && to !== null
     ? `${name(from)} attends to ${name(to)}: ${percent(weight(from, to))}` : "Point at a cell to read its weight.";
@@ -240,7 +240,7 @@ const paintChoice = () => {
   }
   element("lines-read").textContent = from !== null ? `“${tokens[from].text}” attends to` :
     to !== null ? `“${tokens[to].text}” is attended to by` : "Point at a token, or tap it, to see its weights.";
-  readMatrix();
+  showWeight();
   paintMatrix();
 };
 
