@@ -43,7 +43,7 @@ def run_sweep(
     dry_run: bool = False,
     show_config: bool = False,
 ) -> None:
-    """Fine-tune with each config, every combination of `grid` and each of the seeds, and print tables of scores.
+    """Fine-tune once for each config, combination in `grid`, seed and fold, and print tables of scores.
 
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 

@@ -31,20 +31,20 @@ from pretrain.model.precision import choose_local_precision
 from pretrain.run import preflight
 
 
-def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
+def trial_config(config: FinetuneConfig, suffix: str, *, folder: Path, seed: int) -> FinetuneConfig:
     """Return the config of one of several runs, with a separate name, W&B id, folder and seed, and a common W&B group.
 
     Args:
-        label: suffix that distinguishes the run from the others; consists of a-z, 0-9 and '-'.
+        suffix: distinguishes the run's name from the others; consists of a-z, 0-9 and '-'.
     """
     tracking = config.tracking
     wandb_names = {
         "group": tracking.group or config.name,
-        "run_id": tracking.run_id and _with_label(tracking.run_id, label, 64),
+        "run_id": tracking.run_id and _with_suffix(tracking.run_id, suffix, 64),
     }
     return config.model_copy(
         update={
-            "name": _with_label(config.name, label, 63),
+            "name": _with_suffix(config.name, suffix, 63),
             "run_dir": str(folder),
             "seed": seed,
             "tracking": tracking.model_copy(update=wandb_names),
@@ -52,9 +52,9 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     )
 
 
-def _with_label(text: str, label: str, limit: int) -> str:
-    """Return `text-label` in at most `limit` characters; `text` is cut first."""
-    return f"{text[: max(1, limit - 1 - len(label))]}-{label}"[:limit]
+def _with_suffix(name: str, suffix: str, max_length: int) -> str:
+    """Return `name-suffix` in at most `max_length` characters; the name is cut first."""
+    return f"{name[: max(1, max_length - 1 - len(suffix))]}-{suffix}"[:max_length]
 
 
 def run_all(
@@ -106,8 +106,8 @@ def _prepare(config: FinetuneConfig) -> None:
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
-    """Raise `InputError` if a config cannot have several runs, or cannot be combined with the `first` config."""
+def _check_config(config: FinetuneConfig, first_config: FinetuneConfig) -> None:
+    """Raise `InputError` if a config cannot have several runs, or cannot be combined with the first config."""
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
@@ -115,10 +115,10 @@ def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
         )
     if config.address:
         raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
-    if config.scheduling != first.scheduling:
+    if config.scheduling != first_config.scheduling:
         raise InputError(
-            f"scheduling: differs between {first.name} and {config.name}, but one command runs both. Set the same "
-            "values with --set."
+            f"scheduling: differs between {first_config.name} and {config.name}, but one command runs both. Set the "
+            "same values with --set."
         )
 
 

@@ -141,8 +141,8 @@ def pseudo_log_likelihoods(
     encoded = [model.encode(sentence) for sentence in sentences]
     distinct: dict[bytes, int] = {}  # {token ids: index among the distinct sequences}
     indices = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
-    first_position = {index: position for position, index in reversed(list(enumerate(indices)))}
-    groups = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_position.items())]
+    first_positions = {index: position for position, index in reversed(list(enumerate(indices)))}
+    groups = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_positions.items())]
     num_copies = [len(copies) for copies in groups]
     scores = np.zeros(len(groups))
     for start, stop in _batches(groups):

@@ -13,7 +13,7 @@ MODEL = "model"  # key of the model's description in its entry; the other keys a
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
-    """Read all models' scores from scores.json in the folder `out`, sorted by name; `InputError` if it is damaged."""
+    """Read the scores of all models from scores.json in `out`, sorted by name. Raises `InputError` if it is damaged."""
     path = out / SCORES
     try:
         models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else []

@@ -311,7 +311,7 @@ def config_argument(text: str) -> Path:
 
 
 def run_argument(value: Any) -> Path | str:
-    """Parse a run folder or model: a path, a run name (`find_run`), an address, or a result with a `location`."""
+    """Parse a run or model: a path, a run name (`find_run`), an address, or an object with a `location`, as `Run`."""
     text = str(getattr(value, "location", value))
     return checked_address(text) if is_remote(text) else find_run(parse_path(text))
 

@@ -1,6 +1,6 @@
 """Custom modules of the user, named in a config or an option: kinds (`common.kinds`), metrics and callbacks.
 
-They are searched for on Python's path, then in the config's folder, then in the current folder. A module is imported
+Python looks for them on its path, then in the config's folder, then in the current folder. A module is imported
 only if the user requests it: with the config of a run that starts, with --import, or with an import in the user's
 program. The config in a run folder, an export or a fine-tuned model imports nothing: it may be untrusted.
 """
@@ -149,7 +149,7 @@ def _path(module: ModuleType) -> Path:
 
 def _import(name: str) -> ModuleType:
     folders = _requested()["folders"]
-    # Last on the path: a stray file must not replace an installed module.
+    # Added at the end of the path, so that a stray file does not replace an installed module.
     sys.path += [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()
     try:

@@ -91,7 +91,7 @@ class Flag:
 
 
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
-    """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file is honored.
+    """Create the run folder, remove an old stop file, and return the time in ns from which stop files are honored.
 
     That is now, or the start of the scheduler's job, since a request may arrive while the job starts. It is a time of
     the file system's clock, which may differ from this machine's.

@@ -181,7 +181,7 @@ class PhaseConfig(Section):
         return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
 
     def first_sample(self, step: int) -> int:
-        """Return the index of the first sample of the 0-based `step`: the number of sequences before it."""
+        """Return the index of the first sample in the 0-based `step`: the number of sequences before that step."""
         ramp_step = min(step, self.ramp_steps)
         ramp_sizes = self.batch_sizes[:-1]
         starts = [-(-i * self.ramp_steps // len(ramp_sizes)) for i in range(len(ramp_sizes))] + [self.ramp_steps]
