@@ -184,9 +184,9 @@ class Finetuning:
         offset = skipped.get("steps", 0)
         for step in range(start_step + offset, self.total_steps + offset):
             started_at = time.perf_counter()
-            batch = self._batches.step(step * count, count).to(self._device)
+            labeled_step = self._batches.step(step * count, count).to(self._device)
             self._stalled_seconds += time.perf_counter() - started_at
-            yield batch
+            yield labeled_step
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
         return {"steps": skipped.get("steps", 0) + failed - step}

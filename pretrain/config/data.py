@@ -201,7 +201,7 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Phases may override it, except in evaluations.",
+        description="Share of each sequence's tokens to predict. Phases may override it, but only in training.",
     )
     mask_share: float = Field(
         default=0.8,

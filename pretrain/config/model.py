@@ -134,14 +134,14 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Number of buckets of distances. For relative, of both directions together (T5: 32). For "
-        "disentangled, of each direction (DeBERTa-v3: 256, LTG-BERT: 32); 0 means one bucket per distance.",
+        description="Number of buckets for distances: for relative, in both directions together (T5: 32); for "
+        "disentangled, in each direction (DeBERTa-v3: 256, LTG-BERT: 32), where 0 means one bucket per distance.",
     )
     relative_max_distance: int = Field(
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Distances of at least this many tokens share a bucket. T5 has 128, DeBERTa-v3 512.",
+        description="Distances of at least this many tokens share a bucket (T5: 128, DeBERTa-v3: 512).",
     )
     relative_terms: Literal["both", "c2p", "p2c"] = Field(
         default="both",

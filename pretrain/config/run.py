@@ -74,8 +74,8 @@ class SchedulingConfig(Section):
     min_workers: int = Field(
         default=0,
         ge=0,
-        description="Minimum number of workers, up to workers, to continue with when nodes are lost. The run grows "
-        "again when nodes return. 0 always requires all workers.",
+        description="Minimum number of workers (at most workers) with which the run continues if nodes are lost. It "
+        "grows again when nodes return. 0 always requires all workers.",
     )
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."
@@ -198,9 +198,9 @@ class PretrainConfig(RunConfig):
     )
     fork_from: str = Field(
         default="",
-        description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with its weights, "
-        "moments and position in the data. Settings up to that step must be the same; later phases may differ. "
-        "--fork sets it, too.",
+        description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000; weights, moments "
+        "and position in the data are taken from it. Settings up to that step must be the same; later phases may "
+        "differ. --fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="Settings of a run that continues from the checkpoint in start_from."

@@ -16,7 +16,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
-        "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
+        "al. 2023; ModernBERT's; set engine.gradient_clip_norm to 0); lamb scales updates per tensor, for large "
         "batches (You et al. 2020); muon orthogonalizes the momentum of the layers' matrices and uses adamw for the "
         "rest (Jordan et al. 2024, Liu et al. 2025).",
     )
@@ -91,8 +91,8 @@ class PhaseConfig(Section):
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
         default="linear",
-        description="Decay of the learning rate after the warm-up. polynomial is NVIDIA's LAMB recipe, with power "
-        "0.5; 1-sqrt is ModernBERT's last phase (Hägele et al. 2024).",
+        description="Decay of the learning rate after the warm-up. polynomial has power 0.5, as in NVIDIA's recipe "
+        "for LAMB; 1-sqrt (Hägele et al. 2024) is the decay of ModernBERT's last phase.",
     )
     decay_steps: int = Field(
         default=0,

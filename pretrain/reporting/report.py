@@ -28,7 +28,7 @@ from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
 from pretrain.reporting.tables import Table, comparison_table, describe_state, event_table, glue_table, run_table
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
-from pretrain.tracking.live import phases_of, work_until
+from pretrain.tracking.live import phases_of, training_work
 
 NUM_SENTENCES, NUM_SHOWN = 100, 10  # number of sentences to mask and predict; number of them to show on the page
 FINETUNED = "finetuned.json"  # results of the demo's fine-tunings, in its run folder
@@ -150,7 +150,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords) -> Iterator[str]:
     if run.total_steps and run.state == UNFINISHED and run.step:
         phases = phases_of(run.config)
-        done, total = work_until(phases, run.step), work_until(phases, run.total_steps)
+        done, total = training_work(phases, run.step), training_work(phases, run.total_steps)
         yield f"{clock(_seconds(run) / done * (total - done))} left at this speed"
 
 

@@ -94,8 +94,8 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
         return []
 
 
-def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
-    """Return the work of the first `step` steps: their maximum number of tokens, or `step` if phases are unknown."""
+def training_work(phases: Iterable[PhaseConfig], step: int) -> float:
+    """Estimate the work of the first `step` steps: the maximum number of tokens, or `step` if phases are unknown."""
     tokens = 0.0
     for phase in phases:
         phase_steps = min(step, phase.steps)
@@ -158,7 +158,7 @@ class LiveProgress:
             text = f"{self.startup_stage}, {clock(time.monotonic() - self._startup_began)}"
             self.bar.update(self._task, description=text)
             return
-        total, done = self._work_until(self.total_steps), self._work_until(self.step)
+        total, done = self._work_of(self.total_steps), self._work_of(self.step)
         self.bar.update(self._task, total=total, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
@@ -248,8 +248,8 @@ class LiveProgress:
         ]
         return [part for part in parts if part]
 
-    def _work_until(self, step: int) -> float:
-        return work_until(self._read_phases(), step)
+    def _work_of(self, step: int) -> float:
+        return training_work(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
         """Return the training phases; [] until the run's config exists."""
