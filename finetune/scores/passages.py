@@ -31,7 +31,7 @@ class PassageSettings:
     Attributes:
         characters: maximum number of characters around the word, half before and half after it. 192 characters are
             about 50 tokens; the longest of 80,000 passages had 112, with vocabularies of 2,000 tokens or more.
-        words: maximum number of words to score: those with the lowest hashes of document, position and seed.
+        words: maximum number of words to score, chosen by the lowest hash of document, position and seed.
         seed: seed of the hash.
     """
 

@@ -238,7 +238,7 @@ class MaskingConfig(Section):
 
 
 class PairsConfig(Section):
-    """How documents are cut into sequences, and the prediction task for pairs of segments.
+    """The rules for cutting documents into sequences, and the prediction task for pairs of segments.
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
