@@ -68,13 +68,12 @@ FAMILY_TITLES = {
     "deberta": "DeBERTa",
 }
 
-# Settings of each family that differ from BERT's (the defaults of `ModelConfig`). A config may replace each of them.
-# The comments below name their sources: files of models on the Hub, and of transformers (models/...).
+# Settings of families that differ from BERT's (the defaults of `ModelConfig`); sources: transformers and the Hub.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "bert": {},
     # FacebookAI/roberta-base and xlm-roberta-base, config.json.
     "roberta": {"layer_norm_eps": 1e-5},
-    # models/modernbert/configuration_modernbert.py; dropout as in ModernBERT's training recipe.
+    # transformers models/modernbert/configuration_modernbert.py; dropout as in ModernBERT's training recipe.
     "modernbert": {
         "norm": "layer_norm_no_bias",
         "layer_norm_eps": 1e-5,

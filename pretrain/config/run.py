@@ -225,8 +225,7 @@ class PretrainConfig(RunConfig):
         return objective
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        sources = enumerate(self.corpus.sources)
-        modules = [(("corpus", "sources", index, "kind"), SOURCES, source.kind) for index, source in sources]
+        modules = [(("corpus", "sources", n, "kind"), SOURCES, each.kind) for n, each in enumerate(self.corpus.sources)]
         modules += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
         modules += [(("objective",), OBJECTIVES, self.objective)]
         yield from (module for module in modules if is_custom(module[2]))

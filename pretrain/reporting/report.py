@@ -217,6 +217,5 @@ def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
 def _success_phrase(fillings: Sequence[Filling]) -> str:
     """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
     num_first = sum(filling.rank == 1 for filling in fillings)
-    num_listed = sum(filling.rank <= len(filling.guesses) for filling in fillings)
-    total = counted(len(fillings), "sentence")
-    return f"the first guess in {num_first} and among the guesses in {num_listed} of {total}"
+    num_top = sum(filling.rank <= len(filling.guesses) for filling in fillings)
+    return f"the first guess in {num_first} and among the guesses in {num_top} of {counted(len(fillings), 'sentence')}"
