@@ -21,7 +21,7 @@ from pretrain.common.files import (
     fsync_folder,
     read_json,
     read_manifest,
-    refuse_lfs_pointer,
+    reject_lfs_pointer,
     sha256_file,
     write_manifest,
 )
@@ -145,7 +145,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     _check_manifest(path)
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)

@@ -24,7 +24,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import import_modules, load_custom
 from pretrain.common.records import make_event
-from pretrain.config.run import callback_options
+from pretrain.config.run import parse_callback
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class KIND:
 
 def check_options(entries: Sequence[Any]) -> None:
     """Raise `InputError` if the class of a callback does not accept the options of its entry."""
-    for index, (name, _, options) in enumerate(map(callback_options, entries)):
+    for index, (name, _, options) in enumerate(map(parse_callback, entries)):
         callback: Any = load_custom(name)
         if not isinstance(callback, type) and options:
             raise InputError(f"callbacks.{index}: {name}: only a class accepts options. Remove them, or use a class.")
@@ -124,7 +124,7 @@ class Callbacks:
     ) -> None:
         self._log, self._call_context, self._rank, self.stop_reason = log, call_context, rank, ""
         self._reported_indices: set[int] = set()
-        parsed = map(callback_options, entries)
+        parsed = map(parse_callback, entries)
         targets = [(name, stop_on_error, load_custom(name), options) for name, stop_on_error, options in parsed]
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
         targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]

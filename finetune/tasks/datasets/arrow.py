@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.tasks.datasets.table import Key, RequestedColumns, Table
 from pretrain.common.errors import InputError
-from pretrain.common.files import refuse_lfs_pointer
+from pretrain.common.files import reject_lfs_pointer
 from pretrain.common.packages import expect
 
 
@@ -60,7 +60,7 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
 
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableLayout, listing
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, reject_quoted_cells
 from pretrain.common.wording import counted
 
 _DELIMITER_LINE = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')  # Excel's delimiter line, such as sep=;
@@ -64,7 +64,7 @@ def _quoting(path: Path, text: str, file_format: Format, layout: TableLayout, de
     if layout.quoting != "auto":
         return layout.quoting
     if file_format == "tsv":
-        refuse_quoted(iterate_lines(text), delimiter, path, "classification.quoting")
+        reject_quoted_cells(iterate_lines(text), delimiter, path, "classification.quoting")
     return "standard" if file_format == "csv" else "none"
 
 

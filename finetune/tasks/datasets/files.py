@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import refuse_lfs_pointer
+from pretrain.common.files import reject_lfs_pointer
 
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -52,7 +52,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     reject_spreadsheet(path)
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
