@@ -17,7 +17,7 @@ _MULTIPLIER1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
-_MAX_PERIOD = 1 << 31  # maximum samples in a period, so that the product of two counts fits in 64 bits
+_MAX_PERIOD = 1 << 31  # maximum number of samples in a period, so that the product of two counts fits in 64 bits
 _ROUNDS = 8  # half-rounds of the Feistel network; with 6, results for adjacent indices in a small range are correlated
 
 
@@ -86,7 +86,7 @@ class Mixture:
         scale = max(1.0, sum(shares) / _MAX_PERIOD)
         self.shares = tuple(max(1, int(share / scale)) if share else 0 for share in shares)
         self.period = sum(self.shares)
-        self._nonzero = np.flatnonzero(self.shares)  # the sources that have a share
+        self._nonzero = np.flatnonzero(self.shares)  # indices of the sources that have a share
         self._nonzero_shares = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -72,13 +72,13 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     special = shards.special_ids
     starts = np.concatenate(([0], np.cumsum(plan.lengths)))
     cls_positions = starts[:-1]
-    source_index, separators, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
+    source_index, seps, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
     positions = np.arange(starts[-1])
     sequence = np.repeat(np.arange(len(cls_positions)), plan.lengths)
-    source_index += positions
+    source_index += positions  # until here relative to the position
     # Special tokens are not in the shards: fetch any token, which is replaced below.
     source_index[cls_positions] = source_index[cls_positions + 1]
-    source_index[separators] = source_index[1]
+    source_index[seps] = source_index[1]
     input_ids = text.tokens.array.take(source_index).astype(np.int64)
     if (largest := input_ids.max()) >= shards.vocabulary_size:
         raise InputError(
@@ -86,10 +86,10 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
             f"{shards.vocabulary_size} entries; a shard is damaged. Prepare the corpus again."
         )
     input_ids[cls_positions] = special["cls"]
-    input_ids[separators] = special["sep"]
+    input_ids[seps] = special["sep"]
     is_content = np.ones(starts[-1], bool)
     is_content[cls_positions] = False
-    is_content[separators] = False
+    is_content[seps] = False
     return PackedTokens(input_ids, token_types, positions - cls_positions[sequence], starts, sequence, is_content)
 
 
