@@ -68,8 +68,8 @@ class MaskedTokens(Objective):
         return cost.encoder_flops(model, lengths, rows) + heads
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        pools_all = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
-        return [tokens if pools_all else masked + sequences]
+        needs_all_tokens = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
+        return [tokens if needs_all_tokens else masked + sequences]
 
     @property
     def exported(self) -> tuple[Exported, ...]:
