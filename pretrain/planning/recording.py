@@ -29,12 +29,14 @@ def choose_graphs(
     deepspeed = "engine.deepspeed is set" if config.engine.deepspeed else ""
     if obstacle := config.graph_obstacle or precision or deepspeed or "".join(unknown[:1]):
         return False, obstacle
-    needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
-    if (total := sum(needed.values())) > memory:
+    bytes_by_use = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
+    if (total := sum(bytes_by_use.values())) > memory:
         return False, f"CUDA graphs would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f} GB"
-    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary_size, lengths, gpus) for on in (False, True))
-    times = f"a step is expected to take {launched:,.1f} ms without CUDA graphs and {recorded:,.1f} ms with them"
-    return recorded < launched, times
+    launched_ms, recorded_ms = (
+        _expected_ms(with_graphs(config, enabled), vocabulary_size, lengths, gpus) for enabled in (False, True)
+    )
+    times = f"a step is expected to take {launched_ms:,.1f} ms without CUDA graphs and {recorded_ms:,.1f} ms with them"
+    return recorded_ms < launched_ms, times
 
 
 def with_graphs(config: PretrainConfig, enabled: bool) -> PretrainConfig:

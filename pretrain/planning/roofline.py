@@ -61,11 +61,11 @@ _MEMORY_SHARE = 0.9  # share of the memory rate that kernels reach: a copy on an
 # Length at which attention reaches half of `attention_share`: the tiles of flash attention have 64 to 128 rows. In Dao
 # 2023, the rate at length 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
-# Values that kernels between the products read and write, per value that a compiled layer keeps for its backward pass.
+# Number of values that kernels between the products read and write, per value that a compiled layer saves for backward.
 # Counted per token for BERT's layer of width H: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H,
-# bias gradients 9 H; together 43 H, and 11 H are kept.
+# bias gradients 9 H; together 43 H, and 11 H are saved.
 _TRAFFIC = 4
-_LOGITS_TRAFFIC = 3  # accesses to each logit: the loss reads it, and its gradient is written and read
+_LOGITS_TRAFFIC = 3  # memory accesses per logit: the loss reads it, and its gradient is written and read
 _OPTIMIZER_BYTES = 30  # bytes per parameter: AdamW in fp32 reads 16 and writes 12, and writes a bf16 weight of 2
 _SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is added to an fp32 sum
 # The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
@@ -74,8 +74,8 @@ _SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is a
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
 _UNCOMPILED_SECONDS = 75 * 6e-6  # added time per uncompiled layer: 75 more kernels (733 instead of 434 in 4 layers)
 _FILLER_FACTOR = 1.02  # tokens of recorded passes, including filler, per token of text (docs/decisions/0129-*)
-# Kernels in a round of Muon, for matrices of one shape (five iterations of three products, and copies), and entries of
-# a round per worker (tests/launches.py).
+# Number of kernels in a round of Muon, for matrices of one shape (five iterations of three products, and copies), and
+# number of entries per round and worker (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
 MUON_LAUNCH_SECONDS = 20e-6  # host time per kernel: 14 us of Python (on a Zen 4), and the launch
 _NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reaches (stas00/ml-engineering, network)
@@ -175,9 +175,9 @@ def _step_bytes(objective: Objective, batch: MeanBatch, work: Work, workers: int
 
 def _all_models_factor(objective: Objective, work: Work) -> float:
     """Return the FLOPs of all models of the objective, divided by the FLOPs of masked language modeling."""
-    masked = MaskedTokens(objective.config, objective.vocabulary)
-    executed, baseline = (one.executed_flops([work.mean_length], work.masked) for one in (objective, masked))
-    return executed / baseline
+    baseline = MaskedTokens(objective.config, objective.vocabulary)
+    flops, baseline_flops = (o.executed_flops([work.mean_length], work.masked) for o in (objective, baseline))
+    return flops / baseline_flops
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class MeanBatch:
     """A rank's micro-batches in an average step, which are all alike."""
 
     micro_batches: int  # number of micro-batches
-    length: float  # mean tokens per sequence
-    sequences: float  # sequences per micro-batch
-    masked: float  # tokens to predict per micro-batch
+    length: float  # mean number of tokens per sequence
+    sequences: float  # number of sequences per micro-batch
+    masked: float  # number of tokens to predict per micro-batch
 
     @property
     def tokens(self) -> float:
@@ -195,7 +195,7 @@ class MeanBatch:
 
     @property
     def last_rows(self) -> float:
-        """Query positions in the last layer."""
+        """Number of query positions in the last layer."""
         return min(self.tokens, self.masked + self.sequences)
 
     @classmethod
@@ -208,7 +208,7 @@ class MeanBatch:
 
 
 def _product_seconds(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch, gpu: Gpu, itemsize: int) -> float:
-    """Return the time of the matrix products of a micro-batch, forward and backward."""
+    """Return the seconds that the matrix products of a micro-batch take, forward and backward."""
     recomputes = config.engine.activation_checkpointing
 
     def seconds(rows: float, outputs: int, inputs: int) -> float:
@@ -245,7 +245,7 @@ def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
 
 
 def _attention_seconds(config: PretrainConfig, batch: MeanBatch, gpu: Gpu) -> float:
-    """Return the time of attention, forward and backward; the backward pass recomputes the scores."""
+    """Return the seconds of a micro-batch's attention, forward and backward; the backward pass recomputes scores."""
     model, total = config.model, 0.0
     for depth in range(model.depth):
         window = model.window(depth % model.layers)
@@ -266,7 +266,7 @@ def _memory_bytes(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """Return the host's time for a step."""
+    """Return the host's seconds for a step."""
     models = make_objective(config).shapes
     seconds_per_layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
     layers = micro_batches * sum(model.depth for model in models) * seconds_per_layer
@@ -279,7 +279,7 @@ def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> f
 
 
 def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
-    """Return the time of a step's collectives for `model_bytes` of parameters (Rajbhandari et al. 2020, section 7).
+    """Return the seconds of a step's collectives for `model_bytes` of parameters (Rajbhandari et al. 2020, section 7).
 
     A ring over several machines crosses each boundary once for all GPUs of a machine, so it can use all of the
     machine's network cards.
@@ -288,7 +288,7 @@ def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: 
         return 0.0
     stage = config.engine.zero_stage
     sent_bytes = model_bytes * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
-    crosses_machines = workers > GPUS_PER_MACHINE  # more than one machine
+    crosses_machines = workers > GPUS_PER_MACHINE
     rate = min(gpu.link_rate, GPUS_PER_MACHINE * gpu.network_rate) if crosses_machines else gpu.link_rate
     collectives = sent_bytes / 2 / BUCKET
     transfer_seconds = sent_bytes * (workers - 1) / workers / (_NETWORK_SHARE * rate)
