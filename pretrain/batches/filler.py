@@ -32,7 +32,6 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
     token_unit = _rounding_unit(tokens, _TOKEN_GROWTH, _MIN_MULTIPLE)
-    # At least one filler sequence, and enough of them for all filler tokens.
     min_filler_sequences = -(-token_unit // (sequence_length - 1))
     sequence_unit = _rounding_unit(sequences, _SEQUENCE_GROWTH)
     filler_sequences = _shortfall(sequences + min_filler_sequences, sequence_unit) + min_filler_sequences

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS = 0.25  # duration of one measurement
-_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # widths of the square matrices
-_MIN_PRODUCT_SECONDS = 5e-3  # duration of a product from which its launch time is negligible
+_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # smallest and largest width of the square matrices
+_MIN_PRODUCT_SECONDS = 5e-3  # minimum duration of a product, so that its launch time is negligible
 _TRIES = 4  # number of products of one size before a larger size is tried
-_NOISE_RATIO = 0.9  # rates whose ratio is higher differ only by measurement noise
-_MIN_BF16_RATIO = 0.5  # lowest ratio of a CPU's bf16 to its fp32 rate for inference in bf16
+_NOISE_RATIO = 0.9  # two rates whose ratio is above this may differ only by measurement noise
+_MIN_BF16_RATIO = 0.5  # minimum ratio of a CPU's bf16 rate to its fp32 rate for inference in bf16
 
 
 class DeviceCapabilities(NamedTuple):
@@ -33,7 +33,7 @@ class DeviceCapabilities(NamedTuple):
     name: str
     capability: tuple[int, int] | None  # CUDA's compute capability; None on CPU
     bf16: float = 0.0  # rate of matrix products in bf16 on one thread, FLOP/s; not measured on CUDA
-    fp32: float = 0.0  # the same in fp32
+    fp32: float = 0.0  # likewise in fp32
 
 
 class PrecisionChoice(NamedTuple):
@@ -53,7 +53,7 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device in FLOP/s. The fastest in `seconds` counts.
+    """Measure the rate of square matrix products on one device, in FLOP/s: that of the fastest within `seconds`.
 
     Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
     milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.

@@ -32,9 +32,8 @@ def choose_graphs(
     bytes_by_use = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
     if (total := sum(bytes_by_use.values())) > memory:
         return False, f"CUDA graphs would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f} GB"
-    launched_ms, recorded_ms = (
-        _expected_ms(with_graphs(config, enabled), vocabulary_size, lengths, gpus) for enabled in (False, True)
-    )
+    variants = (with_graphs(config, enabled) for enabled in (False, True))
+    launched_ms, recorded_ms = (_expected_ms(variant, vocabulary_size, lengths, gpus) for variant in variants)
     times = f"a step is expected to take {launched_ms:,.1f} ms without CUDA graphs and {recorded_ms:,.1f} ms with them"
     return recorded_ms < launched_ms, times
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from pretrain.common.measured import cached_rate, cpu_has
 
 MEASURED_SIZES = 2048, 768, 768  # T, I, O
-_ROUNDS = 9
-_MIN_GAIN = 1.15  # lowest gain that counts: a lower one could be measurement noise
+_ROUNDS = 9  # number of measurements
+_MIN_GAIN = 1.15  # minimum gain to use copies: a lower one could be measurement noise
 
 copies_operand = False  # whether weight gradients in bf16 use `weight_gradient_by_copy`
 
