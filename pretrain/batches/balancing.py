@@ -92,24 +92,24 @@ def balanced_part(index: int, count: int, sequences: int, world_size: int) -> Ba
     return BatchPart(first, stop - first, first_rank, stop_rank - first_rank)
 
 
-def _assign_by_length(lengths: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """Return the bin (of `count`) of each sequence, given descending `lengths`; None if a bin would exceed `budget`.
+def _assign_by_length(lengths: np.ndarray, bin_count: int, budget: int) -> np.ndarray | None:
+    """Return the index of each sequence's bin, given descending `lengths`, or None if a bin would exceed `budget`.
 
-    `bins` has the value load * count + index for each bin, in ascending order. In one vectorized step, each of the
+    `bins` has the value load * bin_count + index for each bin, in ascending order. In one vectorized step, each of the
     emptiest bins gets one sequence; the step stops before a bin would get a second one.
     """
     assignment = np.empty(len(lengths), np.int64)
-    bins, assigned = np.arange(count), 0
+    bins, assigned = np.arange(bin_count), 0
     while assigned < len(lengths):
-        step_size = min(count, len(lengths) - assigned)
-        filled = bins[:step_size] + lengths[assigned : assigned + step_size] * count
+        step_size = min(bin_count, len(lengths) - assigned)
+        filled = bins[:step_size] + lengths[assigned : assigned + step_size] * bin_count
         is_reused = np.minimum.accumulate(filled)[:-1] < bins[1:step_size]
         step_size = int(is_reused.argmax()) + 1 if is_reused.any() else step_size
         if step_size < min(_MIN_VECTORIZED, len(lengths) - assigned):
             return _assign_one_by_one(lengths, assignment, assigned, bins, budget)
-        if (filled[:step_size] // count).max() > budget:
+        if (filled[:step_size] // bin_count).max() > budget:
             return None
-        assignment[assigned : assigned + step_size] = bins[:step_size] % count
+        assignment[assigned : assigned + step_size] = bins[:step_size] % bin_count
         bins[:step_size] = filled[:step_size]
         bins.sort()
         assigned += step_size
@@ -120,14 +120,14 @@ def _assign_one_by_one(
     lengths: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
     """Finish `assignment` with a heap, starting at sequence `assigned`; `bins` is as in `_assign_by_length`."""
-    heap, count, chosen_bins = bins.tolist(), len(bins), []
-    limit = (budget + 1) * count
+    heap, bin_count, chosen_bins = bins.tolist(), len(bins), []
+    limit = (budget + 1) * bin_count
     for length in lengths[assigned:].tolist():
         emptiest = heap[0]
-        filled = emptiest + length * count
+        filled = emptiest + length * bin_count
         if filled >= limit:
             return None
         heapq.heapreplace(heap, filled)
-        chosen_bins.append(emptiest % count)
+        chosen_bins.append(emptiest % bin_count)
     assignment[assigned:] = chosen_bins
     return assignment

@@ -42,7 +42,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending indices of the tokens to predict (rows of a [T, H] tensor)
     masked_labels: Tensor  # int64 [K], ids of these tokens before masking
-    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: no label; [0] if no pairs
+    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: none. Empty without pairs
     token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
     lengths: tuple[int, ...]  # number of tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER

@@ -75,7 +75,7 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     source_index, seps, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
     positions = np.arange(starts[-1])
     sequence = np.repeat(np.arange(len(cls_positions)), plan.lengths)
-    source_index += positions  # until here relative to the position
+    source_index += positions  # the layouts return it relative to the position
     # Special tokens are not in the shards: fetch any token, which is replaced below.
     source_index[cls_positions] = source_index[cls_positions + 1]
     source_index[seps] = source_index[1]

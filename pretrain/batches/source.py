@@ -21,7 +21,7 @@ from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
 _CELL_SAMPLES = 8  # samples of a cell (`pairs`) per token of capacity, so that most lengths of B occur several times
-_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2  # numbers of cached layers (`_plan_window`) and windows
+_CACHED_STRATA, _CACHED_WINDOWS = 2, 2  # numbers of cached strata (`_plan_window`) and windows
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # 2^32 / golden ratio: its multiples modulo 2^32 are evenly spread
 _OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # numbers of samples processed at a time
 _WINDOW_BITS = 32  # bits for the index of a window in an epoch
@@ -105,7 +105,7 @@ class SourceSamples:
         self._shard_in_source = np.zeros(1 + max(shards, default=0), np.int64)  # index of each shard within the source
         self._shard_in_source[shards] = np.arange(len(shards))
         self._windows: _LruCache[_LoadedWindow] = _LruCache(_CACHED_WINDOWS)
-        self._layers: _LruCache[SamplePlan] = _LruCache(_CACHED_LAYERS)
+        self._strata: _LruCache[SamplePlan] = _LruCache(_CACHED_STRATA)
 
     @property
     def samples(self) -> int:
@@ -259,38 +259,38 @@ class SourceSamples:
         if not self._pairs.has_classifier:
             return self._plan_single(*self._spans(window, window_samples, block, sample))
         counts = window.sample_order.counts
-        # A layer has one cell per division and the same fraction of each block, so its samples are read close together.
+        # A stratum has one cell per division and an equal fraction of each block, so its samples are close together.
         divisions = 1 + int(window.division.max())
-        layers = max(1, window.sample_order.samples // (divisions * _CELL_SAMPLES * self._cutting.capacity))
-        layer = ((sample + 1) * layers - 1) // counts[block]
+        strata = max(1, window.sample_order.samples // (divisions * _CELL_SAMPLES * self._cutting.capacity))
+        stratum = ((sample + 1) * strata - 1) // counts[block]
         plans, positions = [], []
-        for layer_index in np.unique(layer).tolist():
-            low, high = layer_index * counts // layers, (layer_index + 1) * counts // layers
-            block_starts = np.zeros(len(counts), np.int64)  # start of each block in the layer's plan
+        for stratum_index in np.unique(stratum).tolist():
+            low, high = stratum_index * counts // strata, (stratum_index + 1) * counts // strata
+            block_starts = np.zeros(len(counts), np.int64)  # start of each block in the stratum's plan
             block_starts[window.local_blocks] = np.cumsum(np.append(0, (high - low)[window.local_blocks][:-1]))
-            indices = np.flatnonzero(layer == layer_index)
-            layer_plan = self._plan_layer(window, layer_index, low, high)
-            plans.append(layer_plan[block_starts[block[indices]] + sample[indices] - low[block[indices]]])
+            indices = np.flatnonzero(stratum == stratum_index)
+            stratum_plan = self._plan_stratum(window, stratum_index, low, high)
+            plans.append(stratum_plan[block_starts[block[indices]] + sample[indices] - low[block[indices]]])
             positions.append(indices)
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
 
-    def _plan_layer(self, window: _LoadedWindow, layer_index: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
-        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, since batches share layers."""
-        key = (window.epoch, window.first_sample, layer_index)
-        plan = self._layers.get(key)
+    def _plan_stratum(self, window: _LoadedWindow, stratum_index: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
+        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, since batches share strata."""
+        key = (window.epoch, window.first_sample, stratum_index)
+        plan = self._strata.get(key)
         if plan is None:
             local, sizes = window.local_blocks, high - low
             block, sample = np.repeat(local, sizes[local]), ranges(low[local], sizes[local])
             spans, _ = self._spans(window, window.sample_order.index(block, sample), block, sample)
             plan = self._plan_pairs(replace(spans, cell=window.division[block]))
-            self._layers.put(key, plan)
+            self._strata.put(key, plan)
         return plan
 
     def _spans(
         self, window: _LoadedWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
         """Return the spans and units of samples, given their blocks and indices in these. Of the spans, `cell` is set
-        later, by `_plan_layer`, and `first_sentence` and `starts_at_sentence` by `_plan_pairs`.
+        later, by `_plan_stratum`, and `first_sentence` and `starts_at_sentence` by `_plan_pairs`.
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.sample_order.blocks[block])
         shuffled = permute(sample, window.sample_order.counts[block], shuffle_key)

@@ -173,13 +173,13 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the FLOPs of all applications of the layers, and of the projection of the embeddings."""
-    tokens, counts = sum(lengths), _layer_costs(model)
+    tokens, costs = sum(lengths), _layer_costs(model)
     pairs = sum(
         layers * (_attended_pairs(length, window) + _distance_pairs(model, length, window))
-        for window, layers in counts.layers_by_window.items()
+        for window, layers in costs.layers_by_window.items()
         for length in lengths
     )
-    layers = counts.matrix_flops * tokens + 12 * model.hidden * pairs
+    layers = costs.matrix_flops * tokens + 12 * model.hidden * pairs
     return model.recursions * layers + _projection_flops(model) * tokens
 
 

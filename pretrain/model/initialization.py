@@ -40,7 +40,7 @@ def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: f
 
 
 def normal(std: float, *size: int) -> nn.Parameter:
-    """Sample a normal with deviation `std`, truncated at two deviations (google-research/bert, create_initializer)."""
+    """Sample a normal distribution with this `std`, truncated at two (google-research/bert, create_initializer)."""
     weight = torch.empty(*size)
     if weight.is_meta:  # random values of meta tensors would import sympy, which takes a second
         return nn.Parameter(weight)

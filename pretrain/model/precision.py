@@ -53,7 +53,7 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device, in FLOP/s: that of the fastest within `seconds`.
+    """Measure the rate of square matrix products on one device, in FLOP/s: the highest rate within `seconds`.
 
     Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
     milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.

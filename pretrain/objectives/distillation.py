@@ -93,7 +93,7 @@ class Distillation(MaskedTokens):
 
     @property
     def _has_cosine_loss(self) -> bool:
-        """Whether there is a cosine loss, which needs equal widths; true while the teacher is not known yet."""
+        """Return whether there is a cosine loss, which requires equal widths; true if the teacher is unknown."""
         return self.frozen_config is None or self.frozen_config.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:

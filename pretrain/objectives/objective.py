@@ -159,7 +159,7 @@ class Objective(ABC):
 
     @abstractmethod
     def parameters(self) -> list[tuple[str, int, str]]:
-        """Return (name, trained parameters, note) for each of `shapes`; shared parameters count only for the first."""
+        """Return (name, number of trained parameters, note) for each of `shapes`; the first includes shared ones."""
 
     @property
     def trained(self) -> int:

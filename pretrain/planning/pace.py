@@ -127,13 +127,13 @@ def with_recorded_schedule(config: PretrainConfig) -> PretrainConfig:
 
 
 def _with_schedule(
-    config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int], keep_at: Sequence[int]
+    config: PretrainConfig, phases: list[dict[str, int]], periods: dict[str, int], keep_at: Sequence[int]
 ) -> PretrainConfig:
     values: dict[str, Any] = config.model_dump()
     values["checkpoint"]["keep_at"] = tuple(keep_at)
     for phase, schedule in zip(values["phases"], phases, strict=True):
         phase.update(schedule)
-    for name, steps in every_steps.items():
+    for name, steps in periods.items():
         values[name]["every_steps"] = steps
     return PretrainConfig.model_validate(values)
 

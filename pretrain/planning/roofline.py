@@ -82,7 +82,7 @@ _NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reaches (stas00/m
 # Assumed duration of a small collective, within one machine and between machines.
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# Measured on one core of an EPYC (Zen 5): (maximum ranks, seconds to plan a step; `bench scale`); seconds per token.
+# Loader: (maximum number of ranks, seconds to plan a step), and seconds per token; measured on an EPYC (Zen 5) core.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 

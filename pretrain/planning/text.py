@@ -60,7 +60,7 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseStatistics, ...]:
 
 
 def mean_lengths(config: PretrainConfig) -> list[float]:
-    """Return the mean sequence length of each phase in tokens; [] and errors are as for `measured_phases`."""
+    """Return the mean sequence length of each phase in tokens, [] if unknown. Raises as `measured_phases` does."""
     return [phase.mean_length for phase in measured_phases(config)]
 
 

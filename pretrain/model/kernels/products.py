@@ -1,8 +1,8 @@
 """Linear layers with weight gradients that are fast on CPUs with AMX.
 
-The weight gradient of x @ weight.T is g.T @ x. With AMX, oneDNN reads a transposed operand at about half the rate of
-the other products of a layer; on other CPUs there is no difference. So with AMX, the narrower operand is copied in
-transposed order first, if a measurement shows that this is faster.
+The weight gradient of x @ weight.T is g.T @ x, where g is the gradient of the product. With AMX, oneDNN reads a
+transposed operand at about half the rate of the other products of a layer; on other CPUs there is no difference. So
+with AMX, the narrower operand is copied in transposed order first, if a measurement shows that this is faster.
 
 Shape letters: T rows, I input width, O output width.
 """
