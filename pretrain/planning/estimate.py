@@ -188,17 +188,15 @@ def _describe_layers(model: ModelConfig) -> str:
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
-    count = workers or config.scheduling.workers
+    engine, count = config.engine, workers or config.scheduling.workers
     columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
-    configured = config.engine.zero_stage
-    headers = [f"ZeRO {stage}{'*' if stage == configured else ''}" for stage in range(4)]
+    headers = [f"ZeRO {stage}{'*' if stage == engine.zero_stage else ''}" for stage in range(4)]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     rows.append(("total", [sum(column.values()) for column in columns]))
     lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in headers)]
     for name, values in rows:
         if any(values):
             lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
-    engine = config.engine
     note = " (assumed)" if config.scheduling.address and not workers else ""
     kind = "GPU worker" if device == "cuda" else "CPU worker"
     lines.append(

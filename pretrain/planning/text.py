@@ -119,16 +119,18 @@ def _expected_phase_lines(
     for shard in shards:
         tokens[shard.source] += len(shard.tokens)
     for index, phase in enumerate(config.phases):
-        samples, earlier = tokens / means.get(phase.sequence_length, expected_length(phase)), epochs_read
+        samples = tokens / means.get(phase.sequence_length, expected_length(phase))
+        samples_read = list(epochs_read * samples)
         counts = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if a source is held out
         try:
-            mix = plan_mix(replace(corpus, shards=shards), phase, counts, list(earlier * samples), f"phases.{index}")
+            mix = plan_mix(replace(corpus, shards=shards), phase, counts, samples_read, f"phases.{index}")
         except InputError as error:  # not raised: mean lengths give only an estimate
             yield f"phases.{index}: with these mean lengths, the run would be rejected: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
-        epochs_read = earlier + shares * phase.sequences / np.maximum(samples, 1)
-        columns = zip(shares.tolist(), (epochs_read - earlier).tolist(), epochs_read.tolist(), mix.capped, strict=True)
+        epochs = shares * phase.sequences / np.maximum(samples, 1)
+        epochs_read = epochs_read + epochs
+        columns = zip(shares.tolist(), epochs.tolist(), epochs_read.tolist(), mix.capped, strict=True)
         rows = zip(corpus.sources, columns, strict=True)
         lines = (SourceReading(source["name"], *values).line for source, values in rows if values[0])
         if len(corpus.sources) > 1:
