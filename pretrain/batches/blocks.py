@@ -83,19 +83,19 @@ class Units:
         """Return each sample's unit and index in it, given its block's index in `indices` and index in the block."""
         sample = sample + self._samples_before[block]
         unit = np.searchsorted(self._unit_ends, sample.astype(self._unit_ends.dtype), side="right")
-        earlier = self._unit_ends[unit - 1].astype(np.int64)  # number of samples of earlier units
-        earlier[unit == 0] = 0
+        offset = self._unit_ends[unit - 1].astype(np.int64)  # number of samples of earlier units
+        offset[unit == 0] = 0
         block_index = self._indices[block]
         shard, blocks = self._blocks.shard[block_index].astype(np.int64), self._blocks.table[block_index]
         start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.crosses_documents:
             stop = blocks["last"]
-            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - earlier
+            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - offset
         document = document + unit - self._units_before[block]
         start = np.maximum(start, self._text.document_start(shard, document))
         size = np.minimum(end, self._text.document_start(shard, document + 1)) - start
-        return Unit(shard, start, size, document, document + 1, *sentences), sample - earlier
+        return Unit(shard, start, size, document, document + 1, *sentences), sample - offset
 
     def _sizes(self, index: int) -> np.ndarray:
         """Return the number of tokens (and separators) of each unit of a block, int64."""

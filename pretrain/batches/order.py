@@ -90,11 +90,11 @@ class Mixture:
         self._nonzero_shares = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, number of earlier samples of this source) of each of `samples`; int64 [B] each."""
+        """Return the source of each of `samples`, and its index among the samples of this source; int64 [B] each."""
         period, position = np.divmod(samples, self.period)
-        source, earlier = np.empty_like(samples), np.empty_like(samples)
-        self._locate(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, earlier)
-        return self._nonzero[source], earlier + period * np.array(self._nonzero_shares)[source]
+        source, index_in_source = np.empty_like(samples), np.empty_like(samples)
+        self._locate(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, index_in_source)
+        return self._nonzero[source], index_in_source + period * np.array(self._nonzero_shares)[source]
 
     def counts(self, samples: int) -> list[int]:
         """Return the number of samples of each source among the first `samples`."""
@@ -104,20 +104,20 @@ class Mixture:
         return (period * np.array(self.shares) + counts).tolist()
 
     def _locate(
-        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, earlier: np.ndarray
+        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, index_in_source: np.ndarray
     ) -> None:
         """Locate the samples `rows`, given the `index` of each among the samples of the sources low .. high-1."""
         if not len(rows):
             return
         if high - low == 1:
-            source[rows], earlier[rows] = low, index
+            source[rows], index_in_source[rows] = low, index
             return
         middle = (low + high) // 2
         first_share, total = sum(self._nonzero_shares[low:middle]), sum(self._nonzero_shares[low:high])
-        earlier_in_first = index * first_share // total  # earlier samples of the first half's sources
-        is_in_first = (index + 1) * first_share // total > earlier_in_first
-        self._locate(low, middle, rows[is_in_first], earlier_in_first[is_in_first], source, earlier)
-        self._locate(middle, high, rows[~is_in_first], (index - earlier_in_first)[~is_in_first], source, earlier)
+        count_in_first = index * first_share // total  # number of earlier samples of the first half's sources
+        is_in_first = (index + 1) * first_share // total > count_in_first
+        self._locate(low, middle, rows[is_in_first], count_in_first[is_in_first], source, index_in_source)
+        self._locate(middle, high, rows[~is_in_first], (index - count_in_first)[~is_in_first], source, index_in_source)
 
     def _counts(self, low: int, high: int, samples: int) -> list[int]:
         """Return the number of samples of each of the sources low .. high-1 among their first `samples`."""

@@ -56,7 +56,7 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
     """
     sampler = Sampler(shards, config.pairs, sequence_length=length, seed=config.seed, window_blocks=_BLOCKS)
     counts = [_count_window(source) for source in sampler.sources if source.samples]
-    tokens, reads, unread, twice, samples, total, ends, labeled = np.sum(counts, axis=0).tolist()
+    tokens, reads, unread, twice, samples, sample_tokens, sentence_ends, labeled = np.sum(counts, axis=0).tolist()
     return Reading(
         sequence_length=length,
         input_format=config.pairs.chosen_format,
@@ -64,8 +64,8 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
         reads=reads / tokens,
         unread=unread / tokens,
         twice=twice / tokens,
-        mean_length=total / samples,
-        at_sentence_ends=ends / samples,
+        mean_length=sample_tokens / samples,
+        at_sentence_ends=sentence_ends / samples,
         labeled=labeled / samples if config.pairs.has_classifier else 0.0,
     )
 

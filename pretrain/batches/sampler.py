@@ -281,21 +281,21 @@ class Sampler:
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """Return the index of the machine that reads each sample, int64 [B]; all read nearly the same number."""
-        source, earlier = self._mixture.locate(samples)
+        source, index_in_source = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for source_index in np.unique(source).tolist():
             indices = np.flatnonzero(source == source_index)
-            owner[indices] = self.sources[source_index].owners(earlier[indices] + self._offsets[source_index])
+            owner[indices] = self.sources[source_index].owners(index_in_source[indices] + self._offsets[source_index])
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine (int64 [B], indices counted across epochs). Reads offsets, but no tokens."""
         self._text.count_lookups(len(samples))
-        source, earlier = self._mixture.locate(samples)
+        source, index_in_source = self._mixture.locate(samples)
         plans, positions = [], []
         for source_index in np.unique(source).tolist():
             indices = np.flatnonzero(source == source_index)
-            plans.append(self.sources[source_index].plan(earlier[indices] + self._offsets[source_index]))
+            plans.append(self.sources[source_index].plan(index_in_source[indices] + self._offsets[source_index]))
             positions.append(indices)
         plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
         plan.sample_index[:] = samples
@@ -327,5 +327,5 @@ def _streamed_blocks(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | No
     cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
     if cache is None:
         return None
-    first = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
-    return StreamedBlocks(cache, cache.global_indices(blocks.shard, np.arange(len(blocks)) - first))
+    first_block = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
+    return StreamedBlocks(cache, cache.global_indices(blocks.shard, np.arange(len(blocks)) - first_block))

@@ -160,21 +160,21 @@ class SourceSamples:
             yield indices, loaded, window_samples[indices]
 
     def _open(self, epoch: int, window: int) -> _LoadedWindow:
-        opened = self._windows.get((epoch, window))
-        if opened is None:
+        loaded = self._windows.get((epoch, window))
+        if loaded is None:
             block_indices, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
             # The key depends on the first block, not the window's index, which changes if another phase continues it.
             key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
             samples = Window(block_indices, self.order.counts[block_indices], key)
-            division, local = self._divide(block_indices), self._local_blocks(block_indices)
+            division, local_blocks = self._divide(block_indices), self._local_blocks(block_indices)
             self._windows.make_room()
-            lease = self._hold_blocks(epoch, window, local) if self._streamed else None
+            lease = self._hold_blocks(epoch, window, local_blocks) if self._streamed else None
             owner = self._sample_owners(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
-            units = Units(self._text, self._blocks, block_indices[local], self._cutting)
+            units = Units(self._text, self._blocks, block_indices[local_blocks], self._cutting)
             first = int(order.samples_before[window])
-            opened = _LoadedWindow(epoch, first, samples, division, local, owner, units, lease)
-            self._windows.put((epoch, window), opened)
-        return opened
+            loaded = _LoadedWindow(epoch, first, samples, division, local_blocks, owner, units, lease)
+            self._windows.put((epoch, window), loaded)
+        return loaded
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (shard, start token, end token) of the blocks of a window, int64 [W] each."""
@@ -236,10 +236,10 @@ class SourceSamples:
         end = np.cumsum(size)
         return end - size, size, int(end[-1])
 
-    def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
+    def _hold_blocks(self, epoch: int, window: int, local_blocks: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window and keep them cached; prefetch its blocks of the next window."""
         assert self._streamed is not None
-        lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local]])
+        lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local_blocks]])
         next_blocks = self.order.next_blocks(epoch, window)
         self._streamed.cache.fetch_ahead(self._streamed.block_indices[next_blocks[self._local_blocks(next_blocks)]])
         return lease
@@ -279,8 +279,8 @@ class SourceSamples:
         key = (window.epoch, window.first_sample, stratum_index)
         plan = self._strata.get(key)
         if plan is None:
-            local, sizes = window.local_blocks, high - low
-            block, sample = np.repeat(local, sizes[local]), ranges(low[local], sizes[local])
+            local_blocks, sizes = window.local_blocks, high - low
+            block, sample = np.repeat(local_blocks, sizes[local_blocks]), ranges(low[local_blocks], sizes[local_blocks])
             spans, _ = self._spans(window, window.sample_order.index(block, sample), block, sample)
             plan = self._plan_pairs(replace(spans, cell=window.division[block]))
             self._strata.put(key, plan)

@@ -114,8 +114,8 @@ def remove_unfinished_libraries(folder: Path) -> None:
     """
     for path in folder.glob("*/*.so"):
         with contextlib.suppress(OSError):
-            state = path.stat()
-            if time.time() - state.st_mtime > _LINKING_SECONDS and not _is_complete(path, state.st_size):
+            status = path.stat()
+            if time.time() - status.st_mtime > _LINKING_SECONDS and not _is_complete(path, status.st_size):
                 path.unlink()
 
 

@@ -271,15 +271,15 @@ def _native_saved_bytes(model: ModelConfig, itemsize: int) -> int:
 
 def _eager_saved_bytes(model: ModelConfig, itemsize: int) -> int:
     """Return the bytes per token that an uncompiled layer keeps after its attention."""
-    h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
-    norms = normed if model.norm_placement == "pre" else 2 * normed
+    h, norm_bytes = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
+    norms = norm_bytes if model.norm_placement == "pre" else 2 * norm_bytes
     return itemsize * 3 * h + _activation_saved_bytes(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
 
 
 def _norm_saved_bytes(model: ModelConfig, itemsize: int, compiled: bool) -> int:
     """Return the bytes per token that a norm keeps in addition to its input: its output, and its fp32 tensors."""
-    saved = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
-    return model.hidden * (itemsize if compiled else itemsize + 4 * saved)
+    saved_tensors = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
+    return model.hidden * (itemsize if compiled else itemsize + 4 * saved_tensors)
 
 
 def _activation_saved_bytes(model: ModelConfig, itemsize: int) -> int:

@@ -154,9 +154,9 @@ def allow_tf32(precision: str, device: torch.device) -> bool:
 
     if device.type != "cuda":
         return False
-    tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    return tf32
+    uses_tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+    return uses_tf32
 
 
 def unsupported_feature(engine: EngineConfig, capability: tuple[int, int]) -> str:
@@ -206,9 +206,9 @@ def inference_precision(training_precision: Precision, device: torch.device) -> 
     measured = capabilities(device)
     best = choose_precision([measured])
     if device.type == "cuda":
-        supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
+        is_supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
     else:
-        supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
-    if supported:
+        is_supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
+    if is_supported:
         return PrecisionChoice(training_precision, "as trained")
     return PrecisionChoice(best.precision, f"trained in {training_precision}, but {best.reason}")

@@ -67,8 +67,7 @@ class ReplacedTokens(Objective):
     @property
     def terms(self) -> tuple[Term, ...]:
         # The generator's loss is a mean over the masked tokens, the discriminator's over all tokens.
-        rtd = self.settings.rtd_weight
-        return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
+        return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", self.settings.rtd_weight, shown="rtd")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes

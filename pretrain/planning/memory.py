@@ -109,8 +109,8 @@ def _zero_states(stage: int, is_half: bool, parameters: int, workers: int) -> tu
     bucket = itemsize * entries
     if stage < 3:
         # Pieces that are being sent, and this worker's part of each, which is being received.
-        sent = itemsize * min(parameters, MAX_IN_FLIGHT * BUCKET)
-        in_flight = sent + sent // workers if workers > 1 else 0
+        sent_bytes = itemsize * min(parameters, MAX_IN_FLIGHT * BUCKET)
+        in_flight = sent_bytes + sent_bytes // workers if workers > 1 else 0
         states = {"weights": weights, "optimizer": 12 * parameters // workers, "gradients": 4 * parameters}
         if stage == 1 or workers == 1:
             return states, in_flight, 0

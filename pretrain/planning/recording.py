@@ -24,10 +24,10 @@ def choose_graphs(
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
-    unknown = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
-    precision = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
-    deepspeed = "engine.deepspeed is set" if config.engine.deepspeed else ""
-    if obstacle := config.graph_obstacle or precision or deepspeed or "".join(unknown[:1]):
+    unknown_gpus = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
+    precision_note = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
+    deepspeed_note = "engine.deepspeed is set" if config.engine.deepspeed else ""
+    if obstacle := config.graph_obstacle or precision_note or deepspeed_note or "".join(unknown_gpus[:1]):
         return False, obstacle
     bytes_by_use = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
     if (total := sum(bytes_by_use.values())) > memory:

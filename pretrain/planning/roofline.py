@@ -217,8 +217,8 @@ def _product_seconds(config: PretrainConfig, vocabulary_size: int, batch: MeanBa
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / flop_rate, itemsize * values / byte_rate)
 
     # The backward pass has two products of the same size, for the gradients of the input and of the weight.
-    layers = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
-    return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary_size, batch))
+    layer_seconds = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
+    return layer_seconds + sum(3 * seconds(*product) for product in head_products(config, vocabulary_size, batch))
 
 
 def layer_products(config: PretrainConfig, batch: MeanBatch) -> Iterator[tuple[float, int, int]]:
@@ -249,9 +249,9 @@ def _attention_seconds(config: PretrainConfig, batch: MeanBatch, gpu: Gpu) -> fl
     model, total = config.model, 0.0
     for depth in range(model.depth):
         window = model.window(depth % model.layers)
-        visible = min(batch.length, 2 * window + 1) if window else batch.length
-        rate = gpu.attention_share * gpu.peak_flops * visible / (visible + _ATTENTION_LENGTH)
-        total += 14 * model.hidden * batch.tokens * visible / rate
+        visible_keys = min(batch.length, 2 * window + 1) if window else batch.length
+        rate = gpu.attention_share * gpu.peak_flops * visible_keys / (visible_keys + _ATTENTION_LENGTH)
+        total += 14 * model.hidden * batch.tokens * visible_keys / rate
     return total
 
 
@@ -269,13 +269,13 @@ def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> f
     """Return the host's seconds for a step."""
     models = make_objective(config).shapes
     seconds_per_layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
-    layers = micro_batches * sum(model.depth for model in models) * seconds_per_layer
-    muon = 0.0
+    layer_seconds = micro_batches * sum(model.depth for model in models) * seconds_per_layer
+    muon_seconds = 0.0
     if config.optimizer.name == "muon":
         shapes = Counter(matrix.shape for model in models for matrix in cost.hidden_matrices(model))
         rounds = (math.ceil(count * math.prod(shape) / (MUON_ENTRIES * workers)) for shape, count in shapes.items())
-        muon = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
-    return (0 if config.engine.cuda_graphs is True else layers) + REST_SECONDS * len(models) + muon
+        muon_seconds = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
+    return (0 if config.engine.cuda_graphs is True else layer_seconds) + REST_SECONDS * len(models) + muon_seconds
 
 
 def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
@@ -296,5 +296,5 @@ def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: 
 
 
 def _loader_seconds(batch: MeanBatch, workers: int) -> float:
-    planning = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
-    return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches
+    planning_seconds = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
+    return planning_seconds + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

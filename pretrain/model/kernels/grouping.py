@@ -64,13 +64,13 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionU
     unit_offsets = np.concatenate([[0], counts.cumsum()])
     sequence = np.repeat(np.arange(len(lengths)), counts)
     chunk = np.arange(unit_offsets[-1]) - unit_offsets[sequence]
-    starts, ends = offsets[sequence], offsets[sequence + 1]
-    start, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
+    sequence_start, sequence_end = offsets[sequence], offsets[sequence + 1]
+    start, end = (sequence_start + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
     if not window:
         return AttentionUnits(start, end, start, end), unit_offsets
     is_whole = counts[sequence] == 1
-    key_start = np.where(is_whole, starts, np.maximum(starts, start - window))
-    key_end = np.where(is_whole, ends, np.minimum(ends, end + window))
+    key_start = np.where(is_whole, sequence_start, np.maximum(sequence_start, start - window))
+    key_end = np.where(is_whole, sequence_end, np.minimum(sequence_end, end + window))
     return AttentionUnits(start, end, key_start, key_end), unit_offsets
 
 
