@@ -217,7 +217,7 @@ class _Search:
         *,
         keep_first: np.ndarray | bool,
     ) -> None:
-        """Cut the spans `rows` at the sentence start in [lower, upper] nearest to `target`, else at it; keep a side."""
+        """Cut the spans `rows` at the sentence nearest to `target` in [lower, upper], or at `target`; keep a side."""
         if not len(rows):
             return
         spans = self.spans

@@ -53,7 +53,7 @@ Batch = TypeVar("Batch", "StepBatch", "RankShare")
 class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
-    micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more of them
+    micro_batches: tuple[MicroBatch, ...]  # ranks in other parts of the batch may have more
     first_sample: int  # index of the batch's first sample within the phase
     sequences: int  # number of sequences, over all ranks
 

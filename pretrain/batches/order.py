@@ -120,7 +120,7 @@ class Mixture:
         self._locate(middle, high, rows[~is_in_first], (index - count_in_first)[~is_in_first], source, index_in_source)
 
     def _counts(self, low: int, high: int, samples: int) -> list[int]:
-        """Return the number of samples of each of the sources low .. high-1 among their first `samples`."""
+        """Return how many of the first `samples` samples of the sources low .. high-1 are from each of them."""
         if high - low == 1:
             return [samples]
         middle = (low + high) // 2

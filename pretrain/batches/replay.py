@@ -33,7 +33,7 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         )
     digest = hashlib.sha256(f"{shards.fingerprint} {general.fingerprint} {share!r}".encode())
     start = len(shards.sources)
-    # Replayed sources have no names: a phase's weights must only apply to the run's sources, which may have the same.
+    # Replayed sources have no names: a phase's weights apply only to the run's sources, whose names may be the same.
     replayed = [{"weight": source.get("weight", 1.0), _SHARE_KEY: share} for source in general.sources]
     return dataclasses.replace(
         shards,

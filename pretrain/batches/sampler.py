@@ -280,7 +280,7 @@ class Sampler:
         return last_reader.count_unread(start) if last_reader and start and last_reader.cutting != cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the index of the machine that reads each sample, int64 [B]; all read nearly the same number."""
+        """Return the index of the machine that reads each sample, int64 [B]; machines read nearly equal numbers."""
         source, index_in_source = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for source_index in np.unique(source).tolist():

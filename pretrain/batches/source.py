@@ -245,7 +245,7 @@ class SourceSamples:
         return lease
 
     def held_bytes(self) -> int:
-        """Return the maximum bytes of the source that this machine holds in its cache at once."""
+        """Return the maximum number of bytes of the source that this machine holds in its cache at once."""
         if self._streamed is None:
             return 0
         cache, indices = self._streamed.cache, self._streamed.block_indices

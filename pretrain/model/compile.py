@@ -28,7 +28,7 @@ SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (
 # the single-threaded code of a short batch to later runs with large batches.
 _ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
 _EQUAL_SIZES = "KM"  # letters that mean the same size in all arguments of a call
-# Age of a file from which no linker is assumed to write it; a restarted run takes longer than that until it compiles.
+# No linker is assumed to be writing a file that is older than this; a restarted run takes longer until it compiles.
 _LINKING_SECONDS = 10.0
 
 
@@ -100,7 +100,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _recompile_key(argument: Any, letters: str) -> Any:
-    """Return what recompiles a function if it changes: of a tensor, its dtype and the sizes of axes without letters."""
+    """Return what recompiles a function if it differs: for a tensor, its dtype and sizes of axes without letters."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_recompile_key(x, letters) for x in argument) if isinstance(argument, tuple) else argument

@@ -52,7 +52,7 @@ def check_names(model: ModelConfig) -> None:
 
 
 def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: bool = True) -> ParameterCount:
-    """Count the parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
+    """Count the parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names` does."""
     check_names(model)
     return ParameterCount(
         total(embedding_parameters(model, vocabulary_size)) + total(position_parameters(model)),

@@ -23,7 +23,7 @@ _IGNORED_LABEL = -100  # label of positions that the loss ignores
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
-    """The additional fields of a batch that pretraining reads, such as `pretrain.batches.batch.MicroBatch`."""
+    """The additional fields that pretraining reads from a batch, such as a `pretrain.batches.batch.MicroBatch`."""
 
     @property
     def masked_rows(self) -> Tensor: ...  # int64 [K], indices of the masked tokens

@@ -148,7 +148,7 @@ def _choose_gpu_precision(name: str, capability: tuple[int, int]) -> PrecisionCh
 def allow_tf32(precision: str, device: torch.device) -> bool:
     """Let an fp32 run use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether it does. In other precisions, fp32 products, such as in the heads, do not use TF32.
+    Returns whether it uses them. In other precisions, fp32 products, such as in the heads, do not use TF32.
     """
     import torch
 

@@ -176,7 +176,7 @@ class DistillingModel(PretrainingModel):
 
     def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
         super().__init__(*arguments, **options)
-        # In a tuple, so that torch does not register it: else DeepSpeed would partition it, and `parameters` list it.
+        # A tuple hides the teacher from torch; otherwise DeepSpeed would partition it, and `parameters` would list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
     @property

@@ -127,7 +127,7 @@ def _zero_states(stage: int, is_half: bool, parameters: int, workers: int) -> tu
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Return the tokens of a worker's largest possible micro-batch: the budget, or its share of a batch if less."""
+    """Return the number of tokens of a worker's largest micro-batch: the budget, or its share of a batch if less."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 

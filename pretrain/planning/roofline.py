@@ -68,7 +68,7 @@ _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # memory accesses per logit: the loss reads it, and its gradient is written and read
 _OPTIMIZER_BYTES = 30  # bytes per parameter: AdamW in fp32 reads 16 and writes 12, and writes a bf16 weight of 2
 _SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is added to an fp32 sum
-# The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
+# The host's time per layer of a micro-batch, forward and backward, and per step for everything else: fitted to
 # steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). With recorded passes,
 # only the time per step remains.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
@@ -119,7 +119,7 @@ class StepTimes:
 
     @property
     def limited_by(self) -> str:
-        """The name of the longest part; if the device is the limit, of the longest part of its work."""
+        """The name of the longest activity or, if that is the device, of the longest part of its work."""
         overlapped = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
         if getattr(self, overlapped) == self.limit:
             return overlapped
