@@ -95,8 +95,8 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
 
 def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Like `_layout`, for [CLS] A [SEP] B [SEP]; `starts`, int64 [S], are the starts of the sequences."""
-    source_a = text.tokens.spans(plan.shard_a, plan.start_a, plan.length_a)
-    source_b = text.tokens.spans(plan.shard_b, plan.start_b, plan.length_b)
+    source_a = text.tokens.span_starts(plan.shard_a, plan.start_a, plan.length_a)
+    source_b = text.tokens.span_starts(plan.shard_b, plan.start_b, plan.length_b)
     b_starts = starts + plan.length_a + 2
     lengths = _interleave(plan.length_a + 2, plan.length_b + 1)
     offsets = np.repeat(_interleave(source_a - starts - 1, source_b - b_starts), lengths)
@@ -107,7 +107,7 @@ def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple
 def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (per output position, index of its source token minus the position; positions of [SEP]; token types)."""
     start = plan.start_a
-    source_start = text.tokens.spans(plan.shard_a, start, plan.length_a)
+    source_start = text.tokens.span_starts(plan.shard_a, start, plan.length_a)
     sequence, document_start = document_starts(text, plan.shard_a, start, plan.length_a, plan.document, plan.separators)
     is_first = np.diff(sequence, prepend=-1) > 0
     ends = np.append(document_start[1:], 0)

@@ -136,7 +136,7 @@ class SourceSamples:
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine, int64 [B]."""
         plans, positions = [], []
-        for indices, window, window_samples in self._by_window(samples):
+        for indices, window, window_samples in self._group_by_window(samples):
             plans.append(self._plan_window(window, window_samples))
             positions.append(indices)
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
@@ -144,22 +144,22 @@ class SourceSamples:
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """Return the index of the machine that reads each sample, int64 [B], without reading text."""
         owner = np.zeros_like(samples)
-        for indices, window, window_samples in self._by_window(samples):
+        for indices, window, window_samples in self._group_by_window(samples):
             owner[indices] = window.owner[window_samples]
         return owner
 
-    def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
+    def _group_by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
         """Yield (indices into `samples`, window, indices of these samples in the window) for each window."""
         epoch, window, window_samples = self.order.locate(samples)
         group = (epoch << _WINDOW_BITS) + window
         for window_id in np.unique(group).tolist():
             indices = np.flatnonzero(group == window_id)
-            loaded = self._open(*divmod(window_id, 1 << _WINDOW_BITS))
+            loaded = self._load_window(*divmod(window_id, 1 << _WINDOW_BITS))
             if self.held_windows is not None:
                 self.held_windows.append(loaded)
             yield indices, loaded, window_samples[indices]
 
-    def _open(self, epoch: int, window: int) -> _LoadedWindow:
+    def _load_window(self, epoch: int, window: int) -> _LoadedWindow:
         loaded = self._windows.get((epoch, window))
         if loaded is None:
             block_indices, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
@@ -192,7 +192,7 @@ class SourceSamples:
         owner = np.empty(window.samples, np.int16)
         start, size, tokens = self._token_bounds(block_indices)
         division, count = self._divide(block_indices), self._machine.count
-        groups = self._groups(division) if self._pairs.has_classifier else count
+        groups = self._group_count(division) if self._pairs.has_classifier else count
         for first in range(0, len(owner), _OWNER_BATCH):
             block, sample = window.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
             if self._pairs.has_classifier:
@@ -216,7 +216,7 @@ class SourceSamples:
             heapq.heapreplace(loads, (tokens + int(sizes[index]), int(divisions[index])))
         return divisions
 
-    def _groups(self, division: np.ndarray) -> int:
+    def _group_count(self, division: np.ndarray) -> int:
         """Return the number of groups of machines that share a window, given the division of each block."""
         return math.gcd(1 + int(division.max(initial=0)), self._machine.count)
 
@@ -224,7 +224,7 @@ class SourceSamples:
         """Return the indices, within the window, of the blocks that this machine reads, int64."""
         machine, count = self._machine.index, self._machine.count
         if self._pairs.has_classifier:
-            groups = self._groups(division := self._divide(block_indices))
+            groups = self._group_count(division := self._divide(block_indices))
             return np.flatnonzero(division % groups == machine % groups)
         start, size, tokens = self._token_bounds(block_indices)
         return np.flatnonzero((start * count // tokens <= machine) & ((start + size - 1) * count // tokens >= machine))

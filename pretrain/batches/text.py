@@ -91,7 +91,7 @@ class ShardText:
         The former start is undefined if the sentence is `low`, the latter if it is `high`.
         """
         remaining = np.maximum(high - low, 0)
-        start, array = self._sentences.ranges(shard, low, remaining), self._sentences.array
+        start, array = self._sentences.range_starts(shard, low, remaining), self._sentences.array
         position, last = start.copy(), start + np.maximum(remaining - 1, 0)
         for _ in range(int(remaining.max(initial=0)).bit_length()):
             half = remaining >> 1
@@ -197,13 +197,13 @@ class JoinedArrays:
         """Return element `index[i]` of the array with index `array_index[i]`, for each i; [B]."""
         return self.array.take(self._index(array_index, index))
 
-    def spans(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def span_starts(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Check the bounds of spans of at least one element; return the starts as indices into `.array`, int64 [B]."""
         self._index(array_index, start + length - 1)
         return self._index(array_index, start)
 
-    def ranges(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Like `spans`, but spans may also be empty, at any offset."""
+    def range_starts(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Like `span_starts`, but spans may also be empty, at any offset."""
         if (start + length > self._lengths[array_index]).any() or start.min(initial=0) < 0:
             raise IndexError(_DAMAGED)
         return self._starts[array_index] + start

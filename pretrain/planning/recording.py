@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pretrain.config import PretrainConfig
 from pretrain.objectives import make_objective
 from pretrain.planning.memory import memory_bytes
-from pretrain.planning.roofline import gpu_of, step_times
+from pretrain.planning.roofline import find_gpu, step_times
 from pretrain.planning.work import phase_work
 
 
@@ -24,7 +24,7 @@ def choose_graphs(
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
-    unknown_gpus = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
+    unknown_gpus = [f"the dry run does not know {name}" for name in gpus if find_gpu(name) is None]
     precision_note = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
     deepspeed_note = "engine.deepspeed is set" if config.engine.deepspeed else ""
     if obstacle := config.graph_obstacle or precision_note or deepspeed_note or "".join(unknown_gpus[:1]):
@@ -47,7 +47,7 @@ def _expected_ms(
     config: PretrainConfig, vocabulary_size: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
     """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
-    slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
+    slowest = min((gpu for name in gpus if (gpu := find_gpu(name))), key=lambda gpu: gpu.peak_flops)
     objective, total = make_objective(config, vocabulary_size), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):
         work = phase_work(config, phase, vocabulary_size, length)

@@ -130,7 +130,7 @@ class StepTimes:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def gpu_of(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """Return the entry of `GPUS` for a name that the driver reports, or None if the GPU is unknown."""
     for key, gpu in GPUS.items():
         words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
