@@ -171,8 +171,8 @@ class SourceSamples:
             lease = self._hold_blocks(epoch, window, local_blocks) if self._streamed else None
             owner = self._sample_owners(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, block_indices[local_blocks], self._cutting)
-            first = int(order.samples_before[window])
-            loaded = _LoadedWindow(epoch, first, samples, division, local_blocks, owner, units, lease)
+            first_sample = int(order.samples_before[window])
+            loaded = _LoadedWindow(epoch, first_sample, samples, division, local_blocks, owner, units, lease)
             self._windows.put((epoch, window), loaded)
         return loaded
 
@@ -193,13 +193,13 @@ class SourceSamples:
         start, size, tokens = self._token_bounds(block_indices)
         division, count = self._divide(block_indices), self._machine.count
         groups = self._group_count(division) if self._pairs.has_classifier else count
-        for first in range(0, len(owner), _OWNER_BATCH):
-            block, sample = window.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
+        for batch_start in range(0, len(owner), _OWNER_BATCH):
+            block, sample = window.locate(np.arange(batch_start, min(batch_start + _OWNER_BATCH, len(owner))))
             if self._pairs.has_classifier:
                 machines = division[block] % groups
             else:  # spread a block's samples evenly over its machines, in proportion to their parts of the block
                 machines = (start[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
-            owner[first : first + len(machines)] = machines
+            owner[batch_start : batch_start + len(machines)] = machines
         for group in range(groups if count > groups else 0):
             members = np.flatnonzero(owner == group)
             owner[members] += (groups * (np.arange(len(members)) % (count // groups))).astype(np.int16)
@@ -211,7 +211,7 @@ class SourceSamples:
         table = self._blocks.table[block_indices]
         sizes = table["end"] - table["begin"]
         divisions = np.zeros(len(block_indices), np.int64)
-        for index in np.argsort(-sizes, kind="stable").tolist():  # largest block first, to the smallest
+        for index in np.argsort(-sizes, kind="stable").tolist():  # largest first, each to the smallest division
             tokens, divisions[index] = loads[0]
             heapq.heapreplace(loads, (tokens + int(sizes[index]), int(divisions[index])))
         return divisions
