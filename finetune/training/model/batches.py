@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.tasks.base import Windows
 from finetune.tasks.datasets.arrays import concatenate_ranges
 from pretrain.batches.balancing import balance
-from pretrain.batches.batch import moved, pinned
+from pretrain.batches.batch import copy_to, pinned
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 
@@ -38,7 +38,7 @@ class LabeledBatch:
 
     def to(self, device: torch.device) -> LabeledBatch:
         """Return a copy on `device`."""
-        return moved(self, device)
+        return copy_to(self, device)
 
 
 @dataclass(frozen=True)
