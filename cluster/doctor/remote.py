@@ -1,6 +1,6 @@
 """Checks a cluster from a client, which needs access to its dashboard only.
 
-It submits a job that reports its findings, and then deletes the job.
+`check` submits a job that prints its findings, and then deletes the job.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _STOP_SECONDS = 10.0  # time limit for stopping the job
 
 
 def check(measurement_module: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
-    """Check the cluster whose dashboard is at `address`, or the local one; its machines should share `folder`.
+    """Check the cluster whose dashboard is at `address`, or the local cluster; its machines should share `folder`.
 
     See `machine.check` for `measurement_module`, and `client.JobsClient` for `plain_http`.
 
