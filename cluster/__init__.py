@@ -1,7 +1,7 @@
 """Runs a function, given by its dotted name, in worker processes on this machine or on a Ray cluster.
 
 `cluster.workers.launch.run` starts the workers through a child process, so the caller does not import `ray`.
-`submit` does the same as the command `submit`. Importing this package loads nothing heavy.
+`submit` does the same as the command `submit`. Importing the package imports no large library.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pretrain.tracking.mirror import new_id
 def start_fork(config: PretrainConfig) -> bool:
     """Copy the checkpoint `fork_from` into the run's folder, unless the folder already has checkpoints.
 
-    The records of earlier steps are copied, too. On the same file system, the checkpoint is hard-linked, not copied.
+    The records of the steps up to it are copied, too. On the same file system, the checkpoint is hard-linked.
     Returns whether the run starts from this checkpoint.
 
     Raises:
@@ -45,7 +45,7 @@ def start_fork(config: PretrainConfig) -> bool:
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
             is_same_fork = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same_fork and names == [_checkpoint_name(step)]  # forked earlier, but no step yet
+            return is_same_fork and names == [_checkpoint_name(step)]  # an earlier start forked, but saved no step
         _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -71,7 +71,7 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
 
 
 def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
-    """Return (step, local path) of the checkpoint `fork_from`, not fetched yet; `InputError` if it cannot be forked."""
+    """Return (step, local path) of the checkpoint `fork_from`, unfetched; `InputError` if it cannot be forked."""
     from pretrain.storage.runs import StoredRun
 
     run, step = _parse_fork_from(config)
@@ -79,10 +79,11 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _checkpoint_name(step)
     if name not in names:
-        steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
+        steps = [int(existing.removeprefix("step-")) for existing in names]
         if not steps:
             raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
-        nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
+        nearest_steps = sorted(steps, key=lambda existing: abs(existing - step))[:2]
+        nearest = f"the nearest are {' and '.join(map(str, sorted(nearest_steps)))}"
         raise InputError(
             f"fork_from: {run} has no checkpoint of step {step}; {nearest}. Use one of these; to keep the "
             "checkpoint of another step, list it in that run's checkpoint.keep_at."
@@ -133,7 +134,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # W&B id, stored here so that it stays the same if the first start is repeated
+        "id": new_id(config),  # W&B id, stored so that a repeated first start has the same one
         "run": _run_location(_parse_fork_from(config)[0], parent),
         "name": parent_config["name"],
         "step": step,
@@ -145,7 +146,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         ],
     }
     write_json(folder / FORK_FILE, fork)
-    if (parent / START_FILE).is_file():  # origin of the parent's initial weights; exports need it
+    if (parent / START_FILE).is_file():  # the origin of the parent's initial weights, which exports need
         shutil.copyfile(parent / START_FILE, folder / START_FILE)
     final = folder / "checkpoints" / checkpoint.name
     temporary = final.with_name(f".{final.name}.tmp")
