@@ -255,7 +255,7 @@ class JobsClient:
             return self.client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """Return {name: "queued behind OTHERS"} for those of `jobs`, the result of `jobs()`, that are queued.
+        """Return {name: "queued behind OTHERS"} for the queued jobs among `jobs`, the result of `jobs()`.
 
         For Ray a queued job is running, so only the last line of its output tells. The oldest job never waits.
         """

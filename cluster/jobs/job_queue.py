@@ -48,7 +48,7 @@ class UnfinishedJob:
     min_workers: int
     max_workers: int
     cpus_per_worker: int  # number of CPUs per worker; 0: the cluster's CPUs are divided among the workers
-    submitted_at: int = 0  # Ray's start_time of the job, which differs from that of a later job of the same name
+    submitted_at: int = 0  # Ray's start_time of the job; a later job of the same name has another start_time
 
 
 def wait_in_queue(name: str) -> None:

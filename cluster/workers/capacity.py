@@ -205,7 +205,7 @@ class _Demand:
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether each worker takes a GPU; if the request leaves it open, whether an autoscaler may start GPU nodes."""
+        """True if each worker takes a GPU or, if the request leaves it open, if an autoscaler may start GPU nodes."""
         if self._needs_gpus is None:
             self._needs_gpus = bool(self._request.address) and autoscaled_gpus() > 0
         return self._needs_gpus

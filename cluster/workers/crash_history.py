@@ -37,7 +37,7 @@ class CrashHistory:
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._crashes: list[_Crash] = []
-        self._counted: list[_Crash] = []  # those of `_crashes` that count towards the limit
+        self._counted: list[_Crash] = []  # crashes that count towards the limit
         self._addresses: dict[str, str] = {}  # addresses of nodes, by id
         self.losses = 0
 

@@ -35,7 +35,7 @@ from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
 
-RequestT = TypeVar("RequestT", bound=DriverRequest)
+T = TypeVar("T", bound=DriverRequest)
 
 # Time limits:
 _CONNECT_SECONDS = 3.0  # for the port of the cluster to accept a connection
@@ -103,9 +103,7 @@ def _run(request: LaunchRequest) -> None:
 
 
 @contextlib.contextmanager
-def ray_session(
-    request: RequestT, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSize]], str], RequestT]
-) -> Iterator[RequestT]:
+def ray_session(request: T, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSize]], str], T]) -> Iterator[T]:
     """Start a local Ray or join the cluster at `request.address`; leave it at the end. Yields the fitted request.
 
     Args:

@@ -30,7 +30,7 @@ from pretrain.common.worker import HANG_FILE
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 20  # time limit for the cluster to reserve resources for the workers
-NODE_LOSS_SECONDS = 8.0  # how long to wait for Ray to notice a lost node before the run ends with an error
+NODE_LOSS_SECONDS = 8.0  # how long the end of a run is delayed for Ray to notice a lost node
 
 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
@@ -160,7 +160,7 @@ class _Supervisor:
             reason = f"lost the node {', '.join(lost)} ({reason})"
             gives_up = self._crashes.lost_too_often
         else:
-            # The number of workers was chosen by all resources, also those in use. Now count only the free ones.
+            # The number of workers was chosen by all resources, also used ones. Now count only the free ones.
             is_first = self._busy_until is None
             self._busy_until = self._busy_until or time.monotonic() + wait_limit(request)
             is_late = not is_first and time.monotonic() > self._busy_until

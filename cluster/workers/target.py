@@ -46,7 +46,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
     """Call the request's target in this worker. Returns None when the target has finished its work.
 
     All workers stop or diverge together; that error is returned as data, so that each worker can finish its log. Any
-    other error may affect only this worker, while the others wait in a collective: as a `WorkerError` it ends them all.
+    other error, after which the others may wait in a collective, is raised as a `WorkerError`: Ray then kills them all.
     """
     request = attempt.request
     launch = request.launch

@@ -51,9 +51,9 @@ def run_trials(
     finished: set[int] = set()
 
     def make_request(launch: Launch) -> TrialsRequest:
-        common_fields = (launch, target, name, address, max_failures, None)  # those of `DriverRequest`
+        driver_fields = (launch, target, name, address, max_failures, None)
         absolute_trials = tuple(replace(trial, run_dir=trial.run_dir.absolute()) for trial in trials)
-        requests.append(TrialsRequest(*common_fields, absolute_trials, parallel, cpus_per_trial))
+        requests.append(TrialsRequest(*driver_fields, absolute_trials, parallel, cpus_per_trial))
         return requests[0]
 
     def read_outcomes() -> None:

@@ -138,7 +138,7 @@ class Continuation:
             self._scale_old_rows(engine)
 
     def _scale_old_rows(self, engine: Engine) -> None:
-        """Scale the updates of those rows of the word embeddings that come from the initial checkpoint."""
+        """Scale the updates of the word embeddings' rows that come from the initial checkpoint."""
         rows, hidden_size = engine.shapes[_WORD_EMBEDDINGS]
         if self._old_rows_scale != self.lr_scales[_WORD_EMBEDDINGS]:
             old_rows = min(rows, int(self.identity["start"]["old_entries"]))

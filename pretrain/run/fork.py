@@ -71,7 +71,7 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
 
 
 def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
-    """Return (step, local path) of the checkpoint `fork_from`, unfetched; `InputError` if it cannot be forked."""
+    """Return (step, local path) of the checkpoint `fork_from`, not fetched yet; `InputError` if it cannot be forked."""
     from pretrain.storage.runs import StoredRun
 
     run, step = _parse_fork_from(config)

@@ -170,7 +170,7 @@ def _recording_end(folder: Path) -> Iterator[None]:
 def _stopped_error(folder: Path, cause: BaseException | None = None) -> StoppedError:
     """Return the error for a stopped run, which names the latest checkpoint; a `NothingSavedError` if no step is saved.
 
-    Its message is that of `cause`, if this is a `StoppedError`.
+    If `cause` is a `StoppedError`, its message is kept.
     """
     error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN_STEPS}")
     latest = _latest_checkpoint(folder)

@@ -174,7 +174,7 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of fork.json if `state` is that of the parent's checkpoint, at a fork's start; else {}."""
+    """Return the content of fork.json if `state` is from the parent's checkpoint, at a fork's start; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 

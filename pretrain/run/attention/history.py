@@ -154,7 +154,7 @@ def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> TokenMarks:
 
 
 def thin_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop records until `_MAX_RECORDS` are left: those with the closest neighbors first, never the first or last."""
+    """Drop records until `_MAX_RECORDS` are left, the closest ones first, but never the first or the last."""
     while len(records) > _MAX_RECORDS:
         gaps = [records[i + 1]["step"] - records[i - 1]["step"] for i in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]

@@ -64,7 +64,7 @@ class TokenMarks:
 
 
 class HeadStatistics:
-    """Shares of attention by kind, and entropies, averaged over all tokens of `texts` sequences."""
+    """Shares of attention by kind, and entropies, averaged over all tokens of the added sequences."""
 
     def __init__(self) -> None:
         self.texts, self.tokens = 0, 0
