@@ -44,7 +44,7 @@ def check(measurement_module: str, address: str, folder: Path, *, plain_http: bo
             cluster.delete(name)
 
 
-def parse_findings(log: str, where: str, job: Any) -> list[Finding]:
+def parse_findings(log: str, job_name: str, job: Any) -> list[Finding]:
     """Return the findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
@@ -52,5 +52,5 @@ def parse_findings(log: str, where: str, job: Any) -> list[Finding]:
             return [Finding(**row) for row in json.loads(line.removeprefix(FINDINGS_PREFIX))]
     last = lines[-1].removeprefix("error: ") if lines else client.describe_state(job)
     raise MachineError(
-        f"{where}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
+        f"{job_name}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
     )

@@ -60,7 +60,7 @@ _EXIT_CODE_MEANINGS = {
     _NO_COMMAND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
 }
 _NO_STEP, _STEP_LINE = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
-_SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
+_SAVED_STEP = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class JobsClient:
 
         logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # at INFO it reports each closed connection
         with self.one_line_errors():
-            self.client: JobSubmissionClient = JobSubmissionClient(self.address)
-            self.client.list_jobs()  # the constructor's request needs no token; this one does
+            self.ray_client: JobSubmissionClient = JobSubmissionClient(self.address)
+            self.ray_client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
         """Return whether the cluster answers without a token, so that anyone who reaches it can run code there."""
@@ -191,7 +191,7 @@ class JobsClient:
             runtime_env = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
-                    self.client.submit_job(
+                    self.ray_client.submit_job(
                         submission_id=name, entrypoint=command, metadata=metadata, runtime_env=runtime_env
                     )
                     return
@@ -220,7 +220,7 @@ class JobsClient:
     def jobs(self) -> list[JobDetails]:
         """List the submitted jobs, without other Ray drivers, in the order of their submission."""
         with self.one_line_errors():
-            jobs = [job for job in self.client.list_jobs() if job.submission_id]
+            jobs = [job for job in self.ray_client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
@@ -242,7 +242,7 @@ class JobsClient:
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        saved = _SAVED.findall(log)
+        saved = _SAVED_STEP.findall(log)
         latest = saved[-1] if saved else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
         if not latest and _STEP_LINE.search(log):  # killed before it printed the step; its run folder is elsewhere
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
@@ -252,7 +252,7 @@ class JobsClient:
 
     def _log(self, name: str) -> str:
         with self.one_line_errors():
-            return self.client.get_job_logs(name)
+            return self.ray_client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
         """Return {name: "queued behind OTHERS"} for the queued jobs among `jobs`, the result of `jobs()`.
@@ -273,7 +273,7 @@ class JobsClient:
 
         self.get(name)
         loop = asyncio.new_event_loop()
-        chunks: Any = self.client.tail_job_logs(name)
+        chunks: Any = self.ray_client.tail_job_logs(name)
         try:
             while True:
                 try:
@@ -297,7 +297,7 @@ class JobsClient:
         job = self.get(name)
         if job.status not in FINISHED:
             with self.one_line_errors():
-                self.client.stop_job(name)
+                self.ray_client.stop_job(name)
         return self.wait(name, seconds)
 
     def wait(
@@ -323,7 +323,7 @@ class JobsClient:
         elapsed = time.time() - (job.end_time or 0) / 1000
         time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - elapsed)))
         with self.one_line_errors():
-            self.client.delete_job(str(job.submission_id))
+            self.ray_client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
     def one_line_errors(self) -> Iterator[None]:

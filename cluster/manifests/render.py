@@ -15,6 +15,7 @@ from pretrain.common.errors import InputError, printable
 from pretrain.common.wording import counted
 from pretrain.config import RunConfig
 
+# {kind: (class of the section `place`, file name of the template)}
 KIND_SETTINGS = {"kuberay": (KubeRaySettings, "kuberay.yaml.j2"), "slurm": (SlurmSettings, "slurm.sbatch.j2")}
 
 

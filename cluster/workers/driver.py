@@ -80,16 +80,16 @@ def _run(request: LaunchRequest) -> None:
     required = request.required_workers
     events: list[dict[str, Any]] = []
 
-    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], nodes_name: str) -> LaunchRequest:
         if request.address:
             capacity = wait_for_capacity(request)
             events.extend(capacity.events())
             nodes = capacity.sizes
             if seconds := request.wait_for_nodes_seconds:
-                where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
+                nodes_name += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
         else:
             nodes = find_sizes()
-        cpus = choose_elastic_cpus(nodes, required, request.workers, request.cpus_per_worker, where)
+        cpus = choose_elastic_cpus(nodes, required, request.workers, request.cpus_per_worker, nodes_name)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     if not request.address:  # checked before torch and Ray are loaded
@@ -117,8 +117,8 @@ def ray_session(request: T, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSi
     if request.address:
         with _exits_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
-        where = f"the cluster at {request.address}"
-        fitted = fit_to_nodes(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
+        nodes_name = f"the cluster at {request.address}"
+        fitted = fit_to_nodes(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], nodes_name)
     else:
         fitted = fit_to_nodes(_local_sizes, _local_name())
         with _exits_on_stop(request.launch):

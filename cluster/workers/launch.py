@@ -282,7 +282,6 @@ class Signals:
     """In this context, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
     A stop file in the folder of this scheduler job also sets the flag. Different scheduler jobs have different folders.
-
     If the flag cannot be written, for example during a storage outage, the write is repeated.
     """
 

@@ -30,7 +30,7 @@ def choose_cpus(
     nodes: Sequence[NodeSize],
     workers: int,
     cpus_per_worker: int,
-    where: str,
+    name: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
     """Return the number of CPUs per worker with which this number of workers fits on `nodes`.
@@ -39,7 +39,7 @@ def choose_cpus(
 
     Args:
         cpus_per_worker: fixed number of CPUs; 0 means as many as fit.
-        where: name of the machine or cluster, for the error.
+        name: name of the machine or cluster, for the error.
         setting: name of the setting to lower, for the error.
 
     Raises:
@@ -48,7 +48,7 @@ def choose_cpus(
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
         raise MachineError(
-            f"{where} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
+            f"{name} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
             f"{setting} to {gpus} or less."
         )
     largest_node = max((cpu for cpu, _ in nodes), default=0)
@@ -57,7 +57,7 @@ def choose_cpus(
         if _count_fitting(nodes, choice) >= workers:
             return choice
     raise MachineError(
-        f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
+        f"{name} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
         f"{cpus_per_worker or 1} each. "
         f"Set {setting} or scheduling.cpus_per_worker lower."
     )
@@ -75,10 +75,10 @@ def fitting_workers(
     return workers if workers >= minimum else 0
 
 
-def choose_elastic_cpus(nodes: Sequence[NodeSize], minimum: int, maximum: int, cpus_per_worker: int, where: str) -> int:
+def choose_elastic_cpus(nodes: Sequence[NodeSize], minimum: int, maximum: int, cpus_per_worker: int, name: str) -> int:
     """Return the CPUs per worker with which as many workers as possible fit, up to `maximum`; see `choose_cpus`."""
     workers = fitting_workers(nodes, minimum, maximum, cpus_per_worker) or minimum
-    return choose_cpus(nodes, workers, cpus_per_worker, where)
+    return choose_cpus(nodes, workers, cpus_per_worker, name)
 
 
 def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:

@@ -69,14 +69,14 @@ def run_trials(
 
 
 def choose_parallel(
-    nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
+    nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, nodes_name: str
 ) -> tuple[int, int]:
     """Return (number of parallel trials, CPUs of each); for 0 see `run_trials`. `MachineError` if not even one fits."""
     gpus = sum(node_gpus for _, node_gpus in nodes)
     count = min(trials, parallel or gpus or len(nodes))
     while True:
         try:
-            return count, choose_cpus(nodes, count, cpus_per_trial, where, "--parallel")
+            return count, choose_cpus(nodes, count, cpus_per_trial, nodes_name, "--parallel")
         except MachineError:
             if parallel or count <= 1:
                 raise
@@ -86,9 +86,9 @@ def choose_parallel(
 def _run(request: TrialsRequest) -> None:
     """Start or join Ray, run all trials, then leave Ray."""
 
-    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> TrialsRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], nodes_name: str) -> TrialsRequest:
         nodes = find_sizes()
-        count, cpus = choose_parallel(nodes, len(request.trials), request.parallel, request.cpus_per_trial, where)
+        count, cpus = choose_parallel(nodes, len(request.trials), request.parallel, request.cpus_per_trial, nodes_name)
         return replace(request, parallel=count, cpus_per_trial=cpus, use_gpu=any(gpus for _, gpus in nodes))
 
     with ray_session(request, fit_to_nodes) as fitted_request:

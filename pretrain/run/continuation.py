@@ -89,7 +89,7 @@ class Continuation:
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, parameters: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
-        self._initialized = dict(parameters) if config.start_from else {}
+        self._initial_values = dict(parameters) if config.start_from else {}
         self.lr_scales = lr_scales(parameters, config.adaptation, config.model.layers)
         self._old_rows_scale = self.lr_scales[_WORD_EMBEDDINGS]
         # With added words, one learning rate cannot suit old and added rows: `_scale_old_rows` scales the old ones.
@@ -105,11 +105,11 @@ class Continuation:
         """Load the initial checkpoint, which all ranks read; weights that it lacks keep their random initial values."""
         if not self._config.start_from:
             return
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._initialized.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._initial_values.items()}
         start = read_start(self._config, shapes, self._corpora.domain)
         check_same_data({"start_from": start.fingerprint})
-        engine.load(InitialWeights({**self._initialized, **start.state}))
-        self._initialized = {}
+        engine.load(InitialWeights({**self._initial_values, **start.state}))
+        self._initial_values = {}
         self.identity["start"] = {
             "folder": self._config.start_from,
             "fingerprint": start.fingerprint,
@@ -132,7 +132,7 @@ class Continuation:
 
     def resume(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Restore `identity` and the rates from a checkpoint's `state`. `start_from` is not read again."""
-        self._initialized = {}
+        self._initial_values = {}
         if "start" in state:
             self.identity["start"] = state["start"]
             self._scale_old_rows(engine)

@@ -220,25 +220,25 @@ class Fit(Generic[S]):
         rollback after a failure also drops the launched step. If something is due after a step, or a stop was
         requested, the outcome is read immediately, so that progress and weights are of the same step.
         """
-        stop, save, unread = False, False, None
+        stop, save, unread_step = False, False, None
         try:
             for index, step in enumerate(self.steps(), self.progress.step):
                 with self.engine.watch.awaiting(_STORAGE):
                     requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
                 launched = self.launch_step(index, step, requested)
-                if unread is not None:
-                    previous = self.read_step(unread)
+                if unread_step is not None:
+                    previous = self.read_step(unread_step)
                     stop, save = stop or previous.stop, previous.save
                     yield StepOutcome(stop=False, failure=previous.failure)
-                unread = launched
+                unread_step = launched
                 due = self.save_due or save or any(self.plan.due(index + 1)) or self.plan.averaged_steps(index) > 0
                 if stop or due or not reads_late(self.engine):
                     outcome = self.read_step(launched)
                     yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
-                    save, unread = False, None
+                    save, unread_step = False, None
         except Interrupted:
             # The weights already include the unread step. If it failed, the last checkpoint is used.
-            if unread is not None and self.read_step(unread).failure is None:
+            if unread_step is not None and self.read_step(unread_step).failure is None:
                 yield StepOutcome(stop=True, failure=None)
             raise
 

@@ -38,7 +38,7 @@ def check_corpus(config: PretrainConfig) -> None:
 
     folder = fetch_corpus(config.corpus)
     shards = open_corpus(config.corpus, "train", tokens=False)
-    vocabulary_size = shards.vocabulary_size
+    num_entries = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
     prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
     if missing := [name for name in weights if name not in prepared]:
@@ -61,14 +61,12 @@ def check_corpus(config: PretrainConfig) -> None:
     vocabulary = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the vocabulary that was used."
     # A small corpus yields fewer entries than the config allows, never more.
-    if not vocabulary.path and vocabulary_size > vocabulary.size:
+    if not vocabulary.path and num_entries > vocabulary.size:
+        raise InputError(f"{folder}: has {num_entries} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    if 0 < config.model.vocabulary_rows < num_entries:
         raise InputError(
-            f"{folder}: has {vocabulary_size} vocabulary entries; the config has {vocabulary.size}. {advice}"
-        )
-    if 0 < config.model.vocabulary_rows < vocabulary_size:
-        raise InputError(
-            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has "
-            f"{vocabulary_size} entries. Set at least as many, or 0."
+            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {num_entries} "
+            "entries. Set at least as many, or 0."
         )
     if vocabulary.path and Path(vocabulary.path).expanduser().exists():
         _check_vocabulary(folder, config.corpus, advice)
@@ -89,10 +87,10 @@ def recorded_config(config: R) -> R | None:
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
-def config_of_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+def config_of_checkpoint(config_type: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
     """Return the config in a checkpoint's state. Raises `InputError` if another version of bertrain wrote it."""
     try:
-        return kind.model_validate(state["config"])
+        return config_type.model_validate(state["config"])
     except ValidationError:
         raise InputError(version_mismatch(checkpoint, "Train again.")) from None
 

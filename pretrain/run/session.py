@@ -73,8 +73,8 @@ def worker_session(
         live.write_startup_stage(config.folder, live.CONNECT)
     with process_group(worker), make_watchdog(config, worker, launching) as watchdog:
         if worker.world_size > 1:
-            ranks: Any = dist.group.WORLD
-            ranks.set_timeout(collective_timeout(config))
+            world_group: Any = dist.group.WORLD
+            world_group.set_timeout(collective_timeout(config))
         _check_same_config(config, resume)
         check_shared(config, worker)
         config, device = choose_device(config, worker)
