@@ -25,7 +25,7 @@ def check(measurement_module: str, address: str, folder: Path, *, plain_http: bo
 
     Raises:
         InputError: there is no such cluster, or it rejects the token.
-        MachineError: the cluster does not answer, or cannot run the job.
+        MachineError: the cluster does not respond, or cannot run the job.
     """
     cluster = client.JobsClient(address, plain_http=plain_http)
     access = Finding("access", "requires a token")

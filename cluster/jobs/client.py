@@ -147,7 +147,7 @@ class JobsClient:
             self.ray_client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
-        """Return whether the cluster answers without a token, so that anyone who reaches it can run code there."""
+        """Return whether the cluster needs no token, so that anyone who can connect to it can run code there."""
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:

@@ -29,7 +29,7 @@ DONE = "finished"  # the last line of a finished training's output is `NAME: fin
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not respond
 _STOP_CHECK_SECONDS = 0.5  # time between two checks whether the job was stopped
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 30.0  # time between two polls
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 30.0  # minimum and maximum time between two polls
 _MAX_NAMES = 3  # maximum number of job names in a log line
 _NODE_REFRESH_SECONDS = 60.0  # time between two reads of the list of nodes, unless a job finishes
 
@@ -59,7 +59,7 @@ def wait_in_queue(name: str) -> None:
 
     Raises:
         StoppedError: a SIGTERM arrived.
-        MachineError: the cluster's head did not answer for ten minutes.
+        MachineError: the cluster's head did not respond for ten minutes.
     """
     received_signals: list[int] = []
     previous_handler = signal.signal(signal.SIGTERM, lambda number, _: received_signals.append(number))
@@ -76,15 +76,15 @@ def wait_in_queue(name: str) -> None:
 def wait_for_turn(name: str, dashboard: Dashboard, is_stopped: Callable[[], bool]) -> None:
     """Wait until the job may start. Raises `StoppedError` if `is_stopped()` is true before that."""
     queue: Queue | None = None
-    answered_at, printed_ahead = time.monotonic(), ""  # last response of the head; jobs ahead, as last printed
+    responded_at, printed_ahead = time.monotonic(), ""  # last response of the head; jobs ahead, as last printed
     while True:
         try:
             if queue is None:
                 queue = Queue(name, dashboard)
-            may_start, answered_at = queue.poll(), time.monotonic()
+            may_start, responded_at = queue.poll(), time.monotonic()
         except MachineError:  # the head may be unreachable for a while
             may_start = False
-            if time.monotonic() - answered_at > _UNREACHABLE_SECONDS:
+            if time.monotonic() - responded_at > _UNREACHABLE_SECONDS:
                 raise
         if is_stopped():
             behind = f" behind {printed_ahead}" if printed_ahead else ""
@@ -111,7 +111,7 @@ class Queue:
 
     Raises:
         InputError: the dashboard does not list the job `name`.
-        MachineError: the dashboard does not answer.
+        MachineError: the dashboard does not respond.
     """
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
@@ -164,8 +164,8 @@ def fits_behind(job: UnfinishedJob, ahead: Sequence[UnfinishedJob], nodes: Seque
     that job waits for nodes, and no later job overtakes it.
     """
     free = [list(node) for node in nodes]
-    for earlier in ahead:
-        if _reserve_workers(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
+    for job_ahead in ahead:
+        if _reserve_workers(free, nodes, job_ahead, job_ahead.max_workers) < job_ahead.min_workers:
             return False
     return _reserve_workers(free, nodes, job, job.min_workers) == job.min_workers
 
@@ -188,7 +188,7 @@ def _reserve_workers(free: list[list[int]], nodes: Sequence[NodeSize], job: Unfi
 
 
 class Dashboard:
-    """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
+    """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not respond."""
 
     def __init__(self, url: str) -> None:
         self._url, self._host = url, urlsplit(url).netloc

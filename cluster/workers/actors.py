@@ -100,7 +100,7 @@ class WorkerGroup:
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
         """Call `cluster.workers.target.run_worker` in each worker until all have finished; return the results by rank.
 
-        Raises `WorkersFailedError` about two seconds after the first failure, with all errors reported by then.
+        Raises `WorkersFailedError` within about two seconds of the first failure, with all errors reported by then.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError

@@ -29,7 +29,7 @@ def redact_error(error: BaseException, address: str) -> str:
 
 
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
-    """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
+    """Check that `address` is the URL of a dashboard that responds, and that no secret leaves this machine unencrypted.
 
     Secrets are this process's token, if it has one, and the user and password in the URL, which some services accept
     instead of a token. If the dashboard is on this machine, later requests of this process to it bypass any proxy.
@@ -39,7 +39,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
 
     Raises:
         InputError: `address` is not a URL, or a secret would leave this machine unencrypted; nothing was sent yet.
-        MachineError: nothing answers there.
+        MachineError: no server responds there.
     """
     parts = _split_url(address)
     is_local = _is_local(str(parts.hostname))
@@ -50,7 +50,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
         _bypass_proxy(address, str(parts.hostname))
     import requests
 
-    try:  # Ray's own client would wait for an answer forever
+    try:  # Ray's own client would wait for a response forever
         requests.get(f"{address.rstrip('/')}/api/version", timeout=_TIMEOUT_SECONDS)
     except (requests.RequestException, ValueError) as error:
         raise MachineError(

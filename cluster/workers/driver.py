@@ -39,8 +39,8 @@ T = TypeVar("T", bound=DriverRequest)
 
 # Time limits:
 _CONNECT_SECONDS = 3.0  # for the port of the cluster to accept a connection
-_ANSWER_SECONDS = 6.0  # for Ray to answer at that port; the sum of both limits stays below 10 s
-_JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
+_RESPONSE_SECONDS = 6.0  # for Ray to respond at that port; the sum of both limits stays below 10 s
+_JOIN_SECONDS = 60.0  # for a cluster that responds to accept this driver
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 
 _POLL_SECONDS = 0.5
@@ -182,9 +182,9 @@ def _trim_node() -> None:
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
-    """Join the cluster at `address`. Raises `MachineError` within 10 s if none answers, `InputError` for a bad token.
+    """Join the cluster at `address`. Raises `MachineError` within 10 s if none responds, `InputError` for a bad token.
 
-    A cluster that answers may take longer to accept this driver, for example on a busy machine. If Ray hangs, another
+    A cluster that responds may take longer to accept this driver, for example on a busy machine. If Ray hangs, another
     thread calls `on_timeout` with the error and exits this process.
     """
     host, _, port = address.rpartition(":")
@@ -197,10 +197,10 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` does
     from ray.exceptions import AuthenticationError
 
-    no_ray = f"The server at {address} did not answer as Ray within {_ANSWER_SECONDS:.0f} s. {advice}"
+    no_ray = f"The server at {address} did not answer as Ray within {_RESPONSE_SECONDS:.0f} s. {advice}"
     too_slow = f"Ray at {address} did not accept this driver within {_JOIN_SECONDS:.0f} s. {advice}"
     try:
-        with _exits_after(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
+        with _exits_after(_RESPONSE_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
         time_limit = _exits_after(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
         with time_limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:

@@ -89,7 +89,7 @@ def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:
 def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     """List the alive nodes that accept connections. Ray itself takes some seconds to notice that a node is lost.
 
-    Raises one of Ray's errors if the head does not answer within `timeout` seconds.
+    Raises one of Ray's errors if the head does not respond within `timeout` seconds.
     """
     import ray
     from ray._private.state import state

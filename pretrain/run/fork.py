@@ -82,7 +82,7 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
         steps = [int(existing.removeprefix("step-")) for existing in names]
         if not steps:
             raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
-        nearest_steps = sorted(steps, key=lambda existing: abs(existing - step))[:2]
+        nearest_steps = sorted(steps, key=lambda candidate: abs(candidate - step))[:2]
         nearest = f"the nearest are {' and '.join(map(str, sorted(nearest_steps)))}"
         raise InputError(
             f"fork_from: {run} has no checkpoint of step {step}; {nearest}. Use one of these; to keep the "

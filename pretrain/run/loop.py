@@ -57,7 +57,7 @@ def fit(
     Raises:
         StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Before it stops,
             training continues to a step with finite loss and gradients.
-        DivergedError: the loss or gradient was not finite, or the loss spiked, even after the maximum of rollbacks.
+        DivergedError: the loss or gradient was not finite, or the loss spiked, after the maximum number of rollbacks.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     training = Fit(engine, task, plan, progress, **options)

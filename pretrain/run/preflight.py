@@ -40,12 +40,12 @@ def check_corpus(config: PretrainConfig) -> None:
     shards = open_corpus(config.corpus, "train", tokens=False)
     num_entries = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
-    prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
-    if missing := [name for name in weights if name not in prepared]:
+    old_weights = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
+    if missing := [name for name in weights if name not in old_weights]:
         raise InputError(f"{folder}: has no source {missing[0]}. Run `prepare` again; it adds sources to the corpus.")
-    if weights != prepared:
+    if weights != old_weights:
         raise InputError(
-            f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
+            f"{folder}: was prepared with source weights {old_weights}, but the config has {weights}. "
             "Run `prepare` again; it keeps the tokens and updates the weights."
         )
     for index, phase in enumerate(config.phases):
@@ -107,7 +107,7 @@ def checked_run_folder(
         resume: whether to continue from the latest checkpoint, if there is one.
         find_changed: (old config, new config, steps done) -> the changed settings that a resumed run must not change.
 
-    Yields the config; for a resume, with the precision that an earlier start resolved.
+    Yields the config; if the run resumes, with the precision that an earlier start resolved.
 
     Raises:
         InputError: W&B would reject a name; another process trains in the folder; the folder is not writable, has a
