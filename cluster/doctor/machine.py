@@ -54,15 +54,15 @@ def _rows(measurement_module: str, folder: Path, *, with_speed: bool) -> list[Fi
     import torch
 
     measurements: Any = importlib.import_module(measurement_module)
-    installed, gpu_count = versions(measurements), torch.cuda.device_count()
+    found_versions, gpu_count = versions(measurements), torch.cuda.device_count()
     device_files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
-        *verdicts.judge_versions(installed),
+        *verdicts.judge_versions(found_versions),
         verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
         verdicts.judge_memory(*machine_memory()),
         *_disk_rows(folder),
         verdicts.judge_compiler(*try_compiler()),
-        verdicts.judge_gpus(device_files, gpu_count, installed, visible),
+        verdicts.judge_gpus(device_files, gpu_count, found_versions, visible),
         *(_matmul_rows(measurements, gpu_count) if with_speed else []),
     ]
 

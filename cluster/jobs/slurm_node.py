@@ -72,7 +72,7 @@ class _Grace:
 
 
 def _kill_wait() -> int:
-    """Return SLURM's KillWait in seconds, or its default where SLURM's commands are missing, as in a container."""
+    """Return SLURM's KillWait in seconds, or the default if SLURM's commands are missing, as in a container."""
     if not shutil.which("scontrol"):
         return 30
     config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout

@@ -52,7 +52,7 @@ _KILL_SECONDS = 5.0  # how long the killed processes of a session may take to di
 
 # Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
-# Maximum length of the path that contains this folder: Ray's unix sockets, deep inside, may have paths of 107 bytes.
+# Maximum length of the private folder's parent path: Ray's unix sockets, deep inside, need paths of <= 107 bytes.
 _MAX_PARENT_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 

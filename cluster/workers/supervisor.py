@@ -171,7 +171,7 @@ class _Supervisor:
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """Forgive crashes that lost nodes explain; return these nodes. If the run would end, wait for Ray to notice."""
+        """Forgive crashes that lost nodes explain, and return these nodes. Wait for Ray if the run would end."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + NODE_LOSS_SECONDS
@@ -338,7 +338,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
-    """Return (event, rank that caused it, reason) if a watchdog has killed the workers since that time."""
+    """Return (event, rank that caused it, reason) if a watchdog has killed the workers after the time `since`."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if hang["time"] >= since:

@@ -128,11 +128,12 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
 
 def _count_machines(engine: Engine, worker: Worker) -> int:
     """Return the number of machines if each has the same number of consecutive ranks; otherwise 1."""
-    world_size, size = engine.world_size, worker.local_world_size
-    sums = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
+    world_size, local_size = engine.world_size, worker.local_world_size
+    is_misplaced = worker.rank % local_size != worker.local_rank
+    sums = torch.tensor([local_size, local_size**2, is_misplaced], dtype=torch.float64)
     engine.workers.sum_over_workers(sums)
-    is_even = sums.tolist() == [world_size * size, world_size * size**2, 0] and not world_size % size
-    return world_size // size if is_even else 1
+    is_even = sums.tolist() == [world_size * local_size, world_size * local_size**2, 0] and not world_size % local_size
+    return world_size // local_size if is_even else 1
 
 
 def _make_plan(config: PretrainConfig) -> TrainingPlan:
@@ -255,7 +256,7 @@ class Pretraining:
         if not steps:
             return {}
         sources = list(dict.fromkeys(step.text for step in steps))
-        sums: list[Tensor] = []  # on the device, without waiting for it
+        sums: list[Tensor] = []  # of each source; they stay on the device, so that nothing waits for it
         counts: list[Tensor] = []
         for source in sources:
             own_steps = [step for step in steps if step.text == source]
@@ -269,8 +270,8 @@ class Pretraining:
             return {}
         means = self.metrics(totals.sum(0).tolist(), total_counts)
         if len(sources) > 1:
-            by_source = zip(sources, totals.tolist(), counts, strict=True)
-            means |= {f"{SOURCE_LOSS}{name}": self.metrics(total, n.tolist())["loss"] for name, total, n in by_source}
+            for source, source_totals, source_counts in zip(sources, totals.tolist(), counts, strict=True):
+                means[f"{SOURCE_LOSS}{source}"] = self.metrics(source_totals, source_counts.tolist())["loss"]
         return means
 
     def to_minimize(self, means: dict[str, float]) -> float:
