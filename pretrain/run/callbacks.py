@@ -93,7 +93,7 @@ def _pickle(callback: Any) -> str:
 
 
 def _unpickle(serialized: str) -> Any:
-    """Restore the callback from the result of `_pickle`, which comes from the launcher of this run, never from a file."""
+    """Restore a callback that `_pickle` serialized in the launcher of this run; the string never comes from a file."""
     module, data = serialized.split(" ")
     if module:
         load_custom(module)

@@ -79,13 +79,12 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _checkpoint_name(step)
     if name not in names:
-        steps = [int(existing.removeprefix("step-")) for existing in names]
-        if not steps:
+        nearest = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
+        if not nearest:
             raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
-        nearest_steps = sorted(steps, key=lambda candidate: abs(candidate - step))[:2]
-        nearest = f"the nearest are {' and '.join(map(str, sorted(nearest_steps)))}"
+        listed = " and ".join(map(str, sorted(nearest)))
         raise InputError(
-            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. Use one of these; to keep the "
+            f"fork_from: {run} has no checkpoint of step {step}; the nearest are {listed}. Use one of these; to keep the "
             "checkpoint of another step, list it in that run's checkpoint.keep_at."
         )
     if step >= config.total_steps:

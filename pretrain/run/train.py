@@ -129,8 +129,7 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
 def _count_machines(engine: Engine, worker: Worker) -> int:
     """Return the number of machines if each has the same number of consecutive ranks; otherwise 1."""
     world_size, local_size = engine.world_size, worker.local_world_size
-    is_misplaced = worker.rank % local_size != worker.local_rank
-    sums = torch.tensor([local_size, local_size**2, is_misplaced], dtype=torch.float64)
+    sums = torch.tensor([local_size, local_size**2, worker.rank % local_size != worker.local_rank], dtype=torch.float64)
     engine.workers.sum_over_workers(sums)
     is_even = sums.tolist() == [world_size * local_size, world_size * local_size**2, 0] and not world_size % local_size
     return world_size // local_size if is_even else 1
