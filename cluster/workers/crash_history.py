@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _LOST_SECONDS = 60.0  # how long after a crash the loss of one of its nodes still explains it
 _NODE_SECONDS = 24 * 3600.0  # how long a crash counts against its node
-_CRASHES_OF_A_BAD_NODE = 2  # number of crashes within that time after which a node is avoided
+_BAD_NODE_CRASHES = 2  # number of crashes within that time after which a node is avoided
 # Limit of crashes with lost nodes, without a new checkpoint: this number, or this factor times max_failures if larger.
 _MIN_ALLOWED_LOSSES, _LOSSES_PER_FAILURE = 10, 3
 
@@ -90,6 +90,5 @@ class CrashHistory:
     def bad_nodes(self) -> dict[str, str]:
         """Return the address of each node on which workers crashed twice within a day, by id."""
         now = self._clock()
-        blamed = [crash.blamed_node for crash in self._crashes if now - crash.time <= _NODE_SECONDS]
-        counts = Counter(filter(None, blamed))
-        return {node: self._addresses[node] for node, count in counts.items() if count >= _CRASHES_OF_A_BAD_NODE}
+        counts = Counter(crash.blamed_node for crash in self._crashes if now - crash.time <= _NODE_SECONDS)
+        return {node: self._addresses[node] for node, count in counts.items() if node and count >= _BAD_NODE_CRASHES}

@@ -82,9 +82,9 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
         nearest = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
         if not nearest:
             raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
-        listed = " and ".join(map(str, sorted(nearest)))
+        advice = f"the nearest are {' and '.join(map(str, sorted(nearest)))}. Use one of these"
         raise InputError(
-            f"fork_from: {run} has no checkpoint of step {step}; the nearest are {listed}. Use one of these; to keep the "
+            f"fork_from: {run} has no checkpoint of step {step}; {advice}; to keep the "
             "checkpoint of another step, list it in that run's checkpoint.keep_at."
         )
     if step >= config.total_steps:
