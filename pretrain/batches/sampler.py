@@ -189,9 +189,8 @@ class Sampler:
                 zip(source_shards, blocks, counts, shares, strict=True)
             )
         ]
-        # A rollback changes which samples are read, but not the mix.
-        samples_read = self._next_samples(start)
-        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], samples_read, where)
+        samples, samples_read = [source.samples for source in self.sources], self._next_samples(start)
+        self.mix = plan_mix(shards, phase, samples, samples_read, where)  # a rollback does not change the mix
         self._mixture = Mixture(self.mix.shares)
         self._earlier_counts = self._mixture.counts(first_sample)  # samples of each source that earlier samplers read
         # Added to a sample's index among the phase's samples of a source, to get its index in the source.

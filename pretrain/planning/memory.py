@@ -34,7 +34,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     gradients     gradient sums, from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   tensors saved for the backward pass of one micro-batch, and the working space of one layer
     logits        logits of the masked tokens and their gradient; like activations, twice with CUDA graphs
-    (a role)      the frozen model, such as `teacher`: its weights, and the working space of its forward pass
+    (a role)      the frozen model: its weights, and the working space of its forward pass
     copies        gradients in communication, and DeepSpeed's copies in a step
     checkpoint    the copy that is written in the background (CPU only; with CUDA it is in host memory)
     process       the Python interpreter and its libraries (CPU only)

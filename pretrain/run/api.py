@@ -225,7 +225,7 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
 
         check_start_corpus(config)
     preflight.check_corpus(config)
-    if (objective := make_objective(config)).frozen_role:  # the objective uses a frozen model, such as a teacher
+    if (objective := make_objective(config)).frozen_role:  # the objective also runs a frozen model
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)
