@@ -92,7 +92,7 @@ class PreparedCorpus:
         put_manifest(folder, add_card(folder, manifest))
 
     def _check_samples(self, tokenizer: Tokenizer) -> None:
-        """Raise `InputError` if the tokenizer encodes sampled documents to other tokens than the shards have."""
+        """Raise `InputError` if the tokenizer gives sampled documents other tokens than the shards contain."""
         origins = {n: f"{self.corpus.folder}: source {source_name(config)}" for n, config in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
         sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
@@ -103,7 +103,8 @@ class PreparedCorpus:
         old_card = self.existing.card(self.work_dir) if self.existing else {}
         count = len(manifest["sources"])
         extension = {key: value for key, value in old_card.get("vocabulary", {}).items() if key in _EXTENSION_KEYS}
-        evaluation = self.documents.eval_entries(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
+        eval_sets = set_names(self.corpus.filters.contamination)
+        evaluation = self.documents.evaluation_entries(self.evaluation_sizes, eval_sets)
         card.write_card(
             self.corpus.folder,
             manifest["sources"],

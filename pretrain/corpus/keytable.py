@@ -37,7 +37,7 @@ class KeyTable:
         mixed = keys[0] if self._width == 1 else keys[0] ^ (keys[1] * self._MIX)
         return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
 
-    def _contains(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    def _slots_match(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         same = self._keys[0][slots] == keys[0]
         return same if self._width == 1 else same & (self._keys[1][slots] == keys[1])
 
@@ -45,7 +45,7 @@ class KeyTable:
         """Return (values, indices of the keys that are not in the table, whose values are arbitrary)."""
         slots = self._hash_slots(keys)
         values = self._values[slots]
-        pending = np.flatnonzero(~self._contains(slots, keys))
+        pending = np.flatnonzero(~self._slots_match(slots, keys))
         missing = []
         while pending.size:
             probed = slots[pending]
@@ -55,7 +55,7 @@ class KeyTable:
             probed = (probed[~empty] + 1) & ((1 << self._bits) - 1)
             slots[pending] = probed
             values[pending] = self._values[probed]
-            pending = pending[~self._contains(probed, [key[pending] for key in keys])]
+            pending = pending[~self._slots_match(probed, [key[pending] for key in keys])]
         return values, np.sort(np.concatenate(missing)) if missing else pending
 
     def _insert(self, keys: list[np.ndarray], values: np.ndarray) -> None:

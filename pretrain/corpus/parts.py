@@ -58,7 +58,7 @@ class Part:
         return cls(items, sentence_items, table, distinct)
 
     @classmethod
-    def load_some(cls, path: Path, documents: np.ndarray) -> Part:
+    def load_selected(cls, path: Path, documents: np.ndarray) -> Part:
         """Read the documents with the given ascending indices from a part file of token ids."""
         with path.open("rb") as file:
             table, items, sentence_items = np.load(file, allow_pickle=False), _map_array(file), _map_array(file)
@@ -115,7 +115,7 @@ def count_documents(path: Path) -> int:
         return np.lib.format.read_array_header_1_0(file)[0][0]
 
 
-def load_documents(path: Path) -> np.ndarray:
+def load_document_table(path: Path) -> np.ndarray:
     """Read only the DOCUMENT table of a part file."""
     with path.open("rb") as file:
         return np.load(file, allow_pickle=False)

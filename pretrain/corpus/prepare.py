@@ -43,22 +43,22 @@ from pretrain.corpus.description import (
     read_tokenizer_config,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
-from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
+from pretrain.corpus.extension import check_extension, count_sampled_words, extend_vocabulary, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import PreparedCorpus, ReadingCounter
 from pretrain.corpus.formats import kind_warnings
-from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
+from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_digests
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_TRAINING_BYTES,
     changeable_source_fields,
     check_is_corpus_folder,
     check_same_tokenizer,
+    check_unchanged,
     fingerprint,
     match_sources,
     prefix_settings,
-    refuse_changes,
     settings_affecting_tokens,
     source_name,
     split_by_source,
@@ -133,7 +133,7 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._all_sources = tuple(corpus.sources)
-        known = known_at_addresses(self._folder, self._all_sources) if is_stored else {}
+        known = known_digests(self._folder, self._all_sources) if is_stored else {}
         self._all_inputs = [
             [] if n in known else sources.find_inputs(s, f"corpus.sources.{n}") for n, s in enumerate(self._all_sources)
         ]
@@ -282,7 +282,7 @@ class _Preparation:
         """Add words to the checkpoint's tokenizer, and measure the share of tokens that they save."""
         assert self._tokenizer is not None
         with self._bar.stage("choosing words", 0):
-            counts, sample = sampled_words((self._all_sources[n], inputs) for n, inputs in self._inputs.items())
+            counts, sample = count_sampled_words((self._all_sources[n], inputs) for n, inputs in self._inputs.items())
             extended, words = extend_vocabulary(self._tokenizer, counts, self._corpus.vocabulary.added_words)
             share = saved_share(self._tokenizer, extended, sample)
         self._extension = {"added": len(words), "saved_share": round(share, 6), "first_added": words[:20]}
@@ -358,7 +358,7 @@ class _Preparation:
                 existing.save_old_card(self._work_dir)
             write_json(file, requested)
         else:
-            refuse_changes(self._work_dir if existing else self._folder, saved, requested)
+            check_unchanged(self._work_dir if existing else self._folder, saved, requested)
 
     def _remove_leftovers(self) -> None:
         """Delete the incomplete files of killed processes."""

@@ -23,7 +23,7 @@ from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus import samples
-from pretrain.corpus.byte_level import without_line_ends
+from pretrain.corpus.byte_level import join_lines
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
@@ -347,7 +347,7 @@ def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np
     sampled: list[tuple[str, np.ndarray]] = []
     for part_index, (name, indices) in enumerate(document_range.documents(work_dir)):
         if len(indices):
-            parts.append(Part.load_some(work_dir / name, indices))
+            parts.append(Part.load_selected(work_dir / name, indices))
             sampled += samples.load(work_dir / name, parts[-1]) if part_index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
@@ -418,7 +418,7 @@ def _convert_whole(
     settings = state.settings
     table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
-        joined = list(map(without_line_ends, texts))
+        joined = list(map(join_lines, texts))
         pairs = zip(texts, joined, strict=True)
         starts = [locate_sentences(splitter.split(text), joined_text) for text, joined_text in pairs]
     else:

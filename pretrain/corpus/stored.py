@@ -112,9 +112,9 @@ def _stored_arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str,
     """Describe the files of a shard's arrays in the object store."""
     arrays = {}
     for array, (dtype, shape) in array_types(entry, manifest).items():
-        name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
+        name, row_bytes = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
         size = int(manifest["files"][name]["bytes"])
-        arrays[array] = StoredArray(name, size, size - width * shape[0], width)
+        arrays[array] = StoredArray(name, size, size - row_bytes * shape[0], row_bytes)
     return arrays
 
 
