@@ -103,8 +103,8 @@ class PreparedCorpus:
         old_card = self.existing.card(self.work_dir) if self.existing else {}
         count = len(manifest["sources"])
         extension = {key: value for key, value in old_card.get("vocabulary", {}).items() if key in _EXTENSION_KEYS}
-        eval_sets = set_names(self.corpus.filters.contamination)
-        evaluation = self.documents.evaluation_entries(self.evaluation_sizes, eval_sets)
+        names = set_names(self.corpus.filters.contamination)
+        evaluation = self.documents.evaluation_entries(self.evaluation_sizes, names)
         card.write_card(
             self.corpus.folder,
             manifest["sources"],

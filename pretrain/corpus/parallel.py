@@ -138,8 +138,8 @@ class _Spawn(SpawnContext):
 def start_method() -> str:
     """Return "fork" if it is safe, else "spawn"; a forked process needs no imports, and so starts 0.3 s faster.
 
-    A forked process only has the calling thread, and locks of other threads remain locked. numpy's OpenBLAS, Arrow and
-    `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa or macOS's system libraries do not.
+    A forked process only has the calling thread, and locks held by other threads are never released. OpenBLAS, Arrow
+    and `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa and macOS's libraries do not.
     """
     is_single_threaded = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
     return "fork" if is_single_threaded and sys.platform == "linux" else "spawn"
@@ -182,9 +182,9 @@ def _is_ready(result: Any) -> bool:
     return result.done() if isinstance(result, Future) else True
 
 
-def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_data(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments without the text that chunks may contain, to bound the memory."""
-    return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)
+    return tuple(replace(each, data=None) if isinstance(each, Chunk) else each for each in arguments)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 from pretrain.common.files import atomic_open
 from pretrain.corpus.filters.near_duplicates import Sketches
 
+# A row of the table of documents: hash, and numbers of sentences, items (see `Part`), words and bytes.
 DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 
 
@@ -27,26 +28,25 @@ def random_order(hashes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents as flat arrays. Items are token ids or, before there is a vocabulary, indices into `distinct`.
+    """Documents as flat arrays; in a part file, they are in random order.
 
-    items uint16/uint32 [items]; sentence_items uint32 [sentences], number of items per sentence; documents DOCUMENT
-    [documents]; distinct, the distinct words or pieces; sketches, if near-duplicates are searched, are stored in a
-    separate file. The documents of a part file are in random order.
+    Items are token ids or, before there is a vocabulary, indices into `distinct_words`.
     """
 
-    items: np.ndarray
-    sentence_items: np.ndarray
-    documents: np.ndarray
-    distinct: list[bytes]
-    sketches: Sketches | None = None
+    items: np.ndarray  # uint16 or uint32 [items]
+    sentence_items: np.ndarray  # uint32 [sentences], number of items per sentence
+    documents: np.ndarray  # DOCUMENT [documents]
+    distinct_words: list[bytes]  # words or, for a byte-level BPE, pieces; [] for token ids
+    sketches: Sketches | None = None  # only if near-duplicates are searched; stored in a separate file
 
     def save(self, path: Path) -> None:
         """Write the part file."""
+        words = self.distinct_words
         with atomic_open(path) as file:
             for array in (self.documents, self.items, self.sentence_items):
                 np.save(file, array, allow_pickle=False)
-            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
-            np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
+            np.save(file, np.fromiter(map(len, words), np.uint32, len(words)), allow_pickle=False)
+            np.save(file, np.frombuffer(b"".join(words), np.uint8), allow_pickle=False)
 
     @classmethod
     def load(cls, path: Path) -> Part:
@@ -54,8 +54,8 @@ class Part:
         with path.open("rb") as file:
             table, items, sentence_items, lengths, joined = (np.load(file, allow_pickle=False) for _ in range(5))
         text, ends = joined.tobytes(), np.cumsum(lengths).tolist()
-        distinct = [text[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-        return cls(items, sentence_items, table, distinct)
+        words = [text[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+        return cls(items, sentence_items, table, words)
 
     @classmethod
     def load_selected(cls, path: Path, documents: np.ndarray) -> Part:
@@ -76,7 +76,7 @@ class Part:
         """Return the documents with the indices `order`, in that order, without sketches."""
         sentences = _ranges(self.documents["sentences"], order)
         items = _ranges(self.documents["items"], order)
-        return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)
+        return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct_words)
 
     def select(self, keep: np.ndarray) -> Part:
         """Return the documents for which `keep`, bool [documents], is true."""
@@ -85,7 +85,8 @@ class Part:
         sentences = np.repeat(keep, self.documents["sentences"])
         items = np.repeat(sentences, self.sentence_items)
         sketches = self.sketches.select(keep) if self.sketches else None
-        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct, sketches)
+        sentence_items = self.sentence_items[sentences]
+        return Part(self.items[items], sentence_items, self.documents[keep], self.distinct_words, sketches)
 
 
 def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:

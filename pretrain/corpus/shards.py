@@ -107,8 +107,6 @@ class TokenShards:
     def weights(self, overrides: Mapping[str, float], where: str) -> list[float]:
         """Return the weight of each source: from `overrides`, which has weights by name, or else from the corpus.
 
-        Replayed sources have no names.
-
         Raises `InputError`, prefixed with `where`, if a name is unknown or all weights are 0.
         """
         names = [source["name"] for source in self.sources if "name" in source] if overrides else []
@@ -278,14 +276,14 @@ class ShardWriter:
         self, folder: Path, name: str, *, tokens: int, sentences: int, documents: int, dtype: np.dtype
     ) -> None:
         self._folder, self._name, self._dtype = Path(folder), name, dtype
-        self._expected = (tokens, sentences, documents)
-        self._written = [0, 0, 0]
+        self._expected_counts = (tokens, sentences, documents)
+        self._written_counts = [0, 0, 0]
         self._stack = contextlib.ExitStack()
         self._files: dict[str, _HashedFile] = {}
         self.hashes: dict[str, str] = {}
 
     def __enter__(self) -> ShardWriter:
-        tokens, sentences, documents = self._expected
+        tokens, sentences, documents = self._expected_counts
         shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             "tokens": (self._dtype, (tokens,)),
             "sentences": (np.dtype("<u8"), (sentences + 1,)),
@@ -304,7 +302,7 @@ class ShardWriter:
 
     def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
         """Append documents: tokens, number of tokens per sentence, number of sentences per document."""
-        tokens_before, sentences_before, _ = self._written
+        tokens_before, sentences_before, _ = self._written_counts
         sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
         document_ends = np.cumsum(document_sentences, dtype=np.uint64)
         token_ends = np.concatenate([np.zeros(1, np.uint64), sentence_ends])[document_ends]
@@ -314,13 +312,15 @@ class ShardWriter:
             np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
         )
         for index, array in enumerate((tokens, sentence_tokens, document_sentences)):
-            self._written[index] += len(array)
+            self._written_counts[index] += len(array)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is None and tuple(self._written) != self._expected:
-            error = ValueError(f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}")
+        if error is None and tuple(self._written_counts) != self._expected_counts:
+            error = ValueError(
+                f"{self._name}: {self._written_counts} tokens, sentences, documents, not {self._expected_counts}"
+            )
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)

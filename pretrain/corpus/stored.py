@@ -127,7 +127,7 @@ def _views(
 
 
 def fetch_without_tokens(corpus: CorpusConfig, *, refresh: bool = False) -> Path:
-    """Fetch only the tokenizer and the card, unless the corpus is local already; with `refresh`, always."""
+    """Fetch the corpus without tokens, unless it is local already; with `refresh`, fetch it in any case."""
     if is_remote(corpus.dir) and (refresh or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURE_FILES))
     return corpus.folder
@@ -158,16 +158,16 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         check_address(corpus.dir, for_writing=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
-    stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
-    if stored is not None and not _has_all(corpus.folder, stored):
-        _remove_outdated(corpus.folder, stored)
+    stored_manifest = folders.read_stored_manifest(corpus.dir, ObjectStore())
+    if stored_manifest is not None and not _has_all(corpus.folder, stored_manifest):
+        _remove_outdated(corpus.folder, stored_manifest)
         folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
-            file.write(stored)
+            file.write(stored_manifest)
     try:
-        yield stored is not None
-        current = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        if current not in (None, stored) and not _has_all(corpus.folder, current):
+        yield stored_manifest is not None
+        current_manifest = folders.read_stored_manifest(corpus.dir, ObjectStore())
+        if current_manifest not in (None, stored_manifest) and not _has_all(corpus.folder, current_manifest):
             raise MachineError(
                 f"{corpus.dir}: another machine stored a corpus there in the meantime, so this one was not stored. Run "
                 "the command again to add the missing sources to the stored corpus."
@@ -175,15 +175,17 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         restored = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
         print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(restored)}" if restored else ""))
-        stored = (corpus.folder / MANIFEST).read_bytes()
+        stored_manifest = (corpus.folder / MANIFEST).read_bytes()
     finally:
-        local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.file_entries(local)):
+        local_manifest = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
+        if local_manifest == stored_manifest and any(
+            not (corpus.folder / name).is_file() for name in folders.file_entries(local_manifest)
+        ):
             (corpus.folder / MANIFEST).unlink()  # so that training fetches the missing files
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the folder has all files of the corpus with this manifest, possibly with further sources."""
+    """Return whether the folder has all files of the corpus with this manifest; it may have more sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.file_entries(manifest)

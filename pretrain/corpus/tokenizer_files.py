@@ -45,7 +45,7 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
     Truncation and padding are disabled. Raises errors like `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
-    declared = declared_types(folder)
+    declared = read_tokenizer_settings(folder)
     reject_python_tokenizer(folder)
     file = next((file for file in (folder / "tokenizer.json", folder / "vocab.txt") if file.is_file()), folder)
     file = file if path.is_dir() else path
@@ -87,7 +87,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, supported: tuple[str, ...]) -> None:
-    """Raise `InputError` if the class is not `supported`: it may split text in a way that the files do not describe."""
+    """Raise `InputError` if the class is not `supported`, since it may split text in a way that no file describes."""
     path, name = tokenizer_class_name(folder)
     if name and class_stem(name) not in supported:
         raise InputError(
@@ -104,8 +104,8 @@ CASING = {
 }
 
 
-def declared_types(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json and check types. A null counts as missing, except for strip_accents."""
+def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json and check the types of values. A null counts as missing, except for strip_accents."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
     for name, types in _TYPES.items():
@@ -190,13 +190,13 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
                 f"{config}: {role}_token is {_shorten(name)}, but BERT's is {default}, and there is no tokenizer.json. "
                 "Write one with transformers (save_pretrained of a fast tokenizer)."
             )
-    cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
-    casing = {"lowercase": not cased, **casing, **_casing(declared)}
+    is_cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
+    casing = {"lowercase": not is_cased, **casing, **_casing(declared)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
 
 
 def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
-    """Build RoBERTa's tokenizer (transformers, tokenization_roberta.py); `<mask>` includes the space before it."""
+    """Build RoBERTa's tokenizer as in transformers (tokenization_roberta.py). `<mask>` includes the space before it."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))

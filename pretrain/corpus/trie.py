@@ -43,20 +43,20 @@ class TokenTrie:
         matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
         while states.size:
             word, node, read, token, end = states
-            node[:], ended = self._next.find([_edges(node, characters[word, read])])
-            node[ended] = 0
+            node[:], stuck = self._next.find([_edges(node, characters[word, read])])  # stuck: states without an edge
+            node[stuck] = 0
             read += 1
             at_token = np.flatnonzero(self._tokens[node] >= 0)
             token[at_token], end[at_token] = self._tokens[node[at_token]], read[at_token]
-            if not ended.size:
+            if not stuck.size:
                 continue
-            unmatched = ended[token[ended] < 0]
+            unmatched = stuck[token[stuck] < 0]
             unknown.append(word[unmatched])
-            matched.append(states[[[0], [3]], ended[token[ended] >= 0]])
-            node[ended], read[ended], token[ended] = _CONTINUATION, end[ended], -1
+            matched.append(states[[[0], [3]], stuck[token[stuck] >= 0]])
+            node[stuck], read[stuck], token[stuck] = _CONTINUATION, end[stuck], -1
             is_active = np.ones(len(word), bool)
             is_active[unmatched] = False
-            is_active[ended[end[ended] == lengths[word[ended]]]] = False
+            is_active[stuck[end[stuck] == lengths[word[stuck]]]] = False
             states = states[:, is_active]
         unmatched = np.concatenate(unknown)
         word_indices, tokens = np.concatenate(matched, axis=1)

@@ -71,11 +71,11 @@ class Precedence:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS] (low bits); excerpts S96 [D]."""
+    """Sketches of D documents."""
 
-    keys: np.ndarray
-    minima: np.ndarray
-    excerpts: np.ndarray
+    keys: np.ndarray  # uint64 [D, BANDS]
+    minima: np.ndarray  # uint8 [D, BANDS * ROWS], lowest 8 bits of the minima
+    excerpts: np.ndarray  # S96 [D], start of each document
 
     def select(self, keep: np.ndarray) -> Sketches:
         """Return the sketches selected by `keep`, a bool mask or integer indices."""
@@ -153,13 +153,14 @@ class SketchFiles:
     """
 
     def __init__(self, work_dir: Path) -> None:
-        named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
-        self._paths = [path for _, path in named]
+        # The name of a file consists of indices: of the source and, in new files, of the input, chunk and part.
+        files = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
+        self._paths = [path for _, path in files]
         # Index of each file's first document, and the number of all documents.
         self.file_starts = np.cumsum([0, *(len(_map_array(path, _HASHES)) for path in self._paths)])
-        self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
-        self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
-        self.known_count = int(self.file_starts[self._known_files])
+        self._sources = np.array([indices[0] for indices, _ in files], np.int64)  # source of each file
+        self._known_file_count = sum(len(indices) == 1 for indices, _ in files)
+        self.known_count = int(self.file_starts[self._known_file_count])
 
     def keys_of_band(self, band: int, partition: int, partition_count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a band that equal `partition` modulo `partition_count`, and the index of their documents.
@@ -168,12 +169,12 @@ class SketchFiles:
         """
         by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
         new_keys = np.zeros(0, np.uint64)
-        for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
+        for file in [*range(self._known_file_count, len(self._paths)), *range(self._known_file_count)]:
             if file == 0:
                 new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
             keys = np.asarray(_map_array(self._paths[file], _KEYS)[band])
             chosen = np.flatnonzero(keys % np.uint64(partition_count) == partition)
-            if file < self._known_files:
+            if file < self._known_file_count:
                 chosen = chosen[np.isin(keys[chosen], new_keys)]
             by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
         keys, documents = zip(*(by_file[file] for file in sorted(by_file)), strict=True)
@@ -264,7 +265,7 @@ def _similarity(equal: np.ndarray, count: int) -> np.ndarray:
 def _candidates(
     files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
 ) -> tuple[np.ndarray, ...]:
-    """Return pairs of documents with the same key, without exact copies: (new, earlier, ranks of new, of earlier)."""
+    """Return (later, earlier, ranks of later, ranks of earlier) of pairs with equal keys, except exact copies."""
     order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     equals_previous = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
@@ -313,14 +314,14 @@ def merge_pairs(
     have the hashes of dropped training documents that are similar to a held-out document, and a report.
     """
     files = SketchFiles(work_dir)
-    mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
+    pair_arrays = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     partition_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
     paths = _lost_path(out), out
     hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
     examples: list[dict[str, Any]] = []
     trained_counts: Counter[str] = Counter()
     for partition in range(partition_count):
-        pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in mapped]))
+        pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in pair_arrays]))
         trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
@@ -374,10 +375,10 @@ class NearDuplicates:
     """The near-duplicates to drop.
 
     Attributes:
-        hashes: hashes of all of them, uint64 [N, 2], ascending.
+        hashes: hashes of all near-duplicates, uint64 [N, 2], ascending.
         lost: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
-        trained_counts: index of a held-out source -> number of its documents similar to known training documents.
+        trained_counts: {index of a held-out source: number of its documents similar to known training documents}.
     """
 
     hashes: np.ndarray

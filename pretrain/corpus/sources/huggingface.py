@@ -72,9 +72,9 @@ def saved_dataset(folder: str, split: str) -> Any:
     return dataset
 
 
-def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
-    """Open a split on the hub as a `datasets.IterableDataset`. `where` is the source's path in the config."""
-    expect(f"{where}.dataset", "datasets")
+def hub_dataset(config_key: str, name: str, subset: str, split: str, revision: str) -> Any:
+    """Open a split on the hub as a `datasets.IterableDataset`. `config_key` is the source's key in the config."""
+    expect(f"{config_key}.dataset", "datasets")
     from huggingface_hub import constants
 
     try:
@@ -82,10 +82,11 @@ def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -
             ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
     except RunError as error:
-        raise type(error)(f"{where}.dataset: {error}") from None
+        raise type(error)(f"{config_key}.dataset: {error}") from None
     except Exception as error:  # any error of the hub's client
-        kind = MachineError if isinstance(error, ConnectionError) else InputError
-        raise kind(f"{where}.dataset: {name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}") from None
+        error_class = MachineError if isinstance(error, ConnectionError) else InputError
+        message = f"{name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}"
+        raise error_class(f"{config_key}.dataset: {message}") from None
 
 
 def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
