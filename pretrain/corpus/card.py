@@ -266,10 +266,10 @@ def portable_path(path: str) -> str:
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    shortened = [(Path.cwd(), Path()), *((root, Path(root.name)) for root in python), (Path.home(), Path("~"))]
-    for root, short in shortened:
+    short_names = [(Path.cwd(), Path()), *((root, Path(root.name)) for root in python), (Path.home(), Path("~"))]
+    for root, short_name in short_names:
         if Path(path).is_relative_to(root):
-            return str(short / Path(path).relative_to(root))
+            return str(short_name / Path(path).relative_to(root))
     return path
 
 

@@ -213,25 +213,27 @@ class Documents:
         order = np.lexsort((rows["document"], ~in_held_out, hashes[:, 1], hashes[:, 0]))
         rows, in_held_out = rows[order], in_held_out[order]
         documents, hashes = rows["document"], rows["hash"]
-        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
-        first_equal = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
+        is_dropped = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
+        first_equal = np.maximum.accumulate(np.where(is_dropped, 0, np.arange(len(rows))))  # row of the first equal one
         in_fraction = hashes[:, 0] < self._hash_limit
-        lost, (near, trained, held_out) = ~in_held_out & in_held_out[first_equal], np.zeros((3, len(rows)), bool)
+        is_lost = ~in_held_out & in_held_out[first_equal]
+        is_near, is_trained, is_held_out = np.zeros((3, len(rows)), bool)
         for known_hashes, are_trained in known:
             is_known = are_among(known_hashes, hashes)
-            drop |= is_known
-            trained |= is_known & bool(are_trained)
+            is_dropped |= is_known
+            is_trained |= is_known & bool(are_trained)
             # If near-duplicates are not searched, each dropped document equals one that is trained on or held out.
             may_be_held_out = are_trained is False or (are_trained is None and not near_duplicates)
-            held_out |= is_known & (in_fraction | may_be_held_out)
-        lost |= ~in_held_out & held_out & ~trained
-        self._trained_counts += self._count_by_source(documents[trained & in_held_out])
+            is_held_out |= is_known & (in_fraction | may_be_held_out)
+        is_lost |= ~in_held_out & is_held_out & ~is_trained
+        self._trained_counts += self._count_by_source(documents[is_trained & in_held_out])
         if near_duplicates:
-            near = are_among(near_duplicates.hashes, hashes) & ~drop
-            lost |= are_among(near_duplicates.lost, hashes) & near
-            drop |= near
-        dropped = np.zeros(int(drop.sum()), _DROPPED)
-        dropped["document"], dropped["near"], dropped["lost"] = documents[drop], near[drop], lost[drop]
+            is_near = are_among(near_duplicates.hashes, hashes) & ~is_dropped
+            is_lost |= are_among(near_duplicates.lost, hashes) & is_near
+            is_dropped |= is_near
+        dropped = np.zeros(int(is_dropped.sum()), _DROPPED)
+        for name, values in (("document", documents), ("near", is_near), ("lost", is_lost)):
+            dropped[name] = values[is_dropped]
         return dropped
 
     def _sources(self, documents: np.ndarray) -> np.ndarray:

@@ -184,10 +184,7 @@ def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> Counter[str]:
-    """Count words and, in scripts without spaces, sequences of letters that byte-pair encoding finds.
-
-    The units of this byte-pair encoding are letters with their marks.
-    """
+    """Count words and, in scripts without spaces, sequences of letters that byte-pair encoding finds."""
     unspaced = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
     sequences = Counter({word: count for word, count in words.items() if word not in unspaced})
     letter_codes: dict[str, str] = {}  # letter with its marks -> private-use character

@@ -98,7 +98,7 @@ class Input:
     """A file, several small files, or a shard of a data set; it is cut into chunks."""
 
     paths: tuple[str, ...]
-    bytes: int
+    bytes: int  # total size of the files
     problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the inputs; only the first input has them
 
     @property

@@ -291,13 +291,13 @@ def find_new_sources(
     return [index for index, source in enumerate(sources) if source_name(source) not in corpus_indices]
 
 
-def check_unchanged(folder: Path, old: dict[str, Any], requested: dict[str, Any]) -> None:
-    """Raise `InputError` if the settings of the corpus in `folder` differ from the requested ones."""
-    changed = [key for key in {**old, **requested} if old.get(key) != requested.get(key)]
+def check_unchanged(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise `InputError` if the settings of the corpus in `folder`, `old`, differ from the requested ones, `new`."""
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if not changed:
         return
     key = changed[0]
-    change = "its files have changed" if key.endswith(".path") else f"was {old.get(key)!r}, is {requested.get(key)!r}"
+    change = "its files have changed" if key.endswith(".path") else f"was {old.get(key)!r}, is {new.get(key)!r}"
     rest = f" (and {len(changed) - 1} more)" if changed[1:] else ""
     rename = "give the changed source another name to add it, " if _SOURCE_SETTING.fullmatch(key) else ""
     raise InputError(

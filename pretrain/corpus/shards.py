@@ -36,7 +36,7 @@ FOLDED = "folded"  # key of the manifest: document hashes ignore case and accent
 _BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and number of sampled blocks, in `some_tokens`
 _VERIFIED = ".proven.json"  # file that records which files of the folder were verified
 _ARRAYS = ("tokens", "sentences", "documents")
-BLOCKS = "blocks"
+BLOCKS = "blocks"  # part of the file name of a block table
 COUNTS = ".samples"  # subfolder with the number of samples per block, by source and settings of the sampler
 # A mapping needs no file descriptor, but before Python 3.13 mmap always keeps one.
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}

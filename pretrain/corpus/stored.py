@@ -65,11 +65,11 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     return corpus.folder
 
 
-def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> TokenShards:
+def open_corpus(corpus: CorpusConfig, split: str, *, needs_tokens: bool = True) -> TokenShards:
     """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, like `open_shards`.
 
     Args:
-        tokens: whether tokens will be read; False opens a streamed corpus without its shards.
+        needs_tokens: whether tokens will be read; if False, a streamed corpus is opened without its shards.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -77,7 +77,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     manifest = check_version(check_manifest(content, join(corpus.dir, MANIFEST)), corpus.dir)
     if split != "train":
         return shards_of(corpus.folder, manifest, split)
-    entries = [entry for entry in manifest["shards"] if entry["split"] == split] if tokens else []
+    entries = [entry for entry in manifest["shards"] if entry["split"] == split] if needs_tokens else []
     metadata = shards_of(corpus.folder, {**manifest, "shards": []}, split)
     fingerprints = source_fingerprints(manifest)
     if not entries:
@@ -178,9 +178,8 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         stored_manifest = (corpus.folder / MANIFEST).read_bytes()
     finally:
         local_manifest = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if local_manifest == stored_manifest and any(
-            not (corpus.folder / name).is_file() for name in folders.file_entries(local_manifest)
-        ):
+        names = folders.file_entries(local_manifest) if local_manifest == stored_manifest else ()
+        if not all((corpus.folder / name).is_file() for name in names):
             (corpus.folder / MANIFEST).unlink()  # so that training fetches the missing files
 
 

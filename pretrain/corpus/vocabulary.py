@@ -239,8 +239,8 @@ def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
-    In the vocab.txt of a byte-level BPE, each byte is represented by GPT-2's character for it. `tokenizer_config` is
-    that of a released tokenizer, whose settings are kept, except for the class if the kind is `released`.
+    In the vocab.txt of a byte-level BPE, each byte is represented by GPT-2's character for it. The settings
+    in `tokenizer_config`, of a released tokenizer, are kept, except for the class if the kind is `released`.
     """
     tokens = entries_of(tokenizer)
     with atomic_open(folder / "tokenizer.json", "w") as file:

@@ -69,14 +69,14 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
 
 
 class _Grams(NamedTuple):
-    hashes: np.ndarray
+    hashes: np.ndarray  # hashes of the n-grams
     prefixes: np.ndarray  # hashes of the first PREFIX words of each n-gram
     examples: np.ndarray  # index of the example that contains each n-gram
     lengths: np.ndarray  # lengths in quarters of words
 
 
 def _grams(examples: Sequence[str], first_index: int) -> _Grams:
-    """Return the n-grams of examples with indices from `first_index` on. A shorter example is one n-gram."""
+    """Return the n-grams of examples with indices from `first_index` on. A shorter example becomes one n-gram."""
     batch = document_terms(examples)
     starts, counts = batch.document_grams(NGRAM)
     gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)

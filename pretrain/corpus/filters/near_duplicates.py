@@ -148,12 +148,11 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 class SketchFiles:
     """The sketches of all documents, in the order of the corpus, read from files in `work_dir` as needed.
 
-    Files named after a source alone are from the corpus to which sources are added. Their documents come first and are
-    called known; `known_count` is their number.
+    Files are named after their source, input, chunk and part; those named after a source alone are from the corpus to
+    which sources are added. Their documents come first and are called known; `known_count` is their number.
     """
 
     def __init__(self, work_dir: Path) -> None:
-        # The name of a file consists of indices: of the source and, in new files, of the input, chunk and part.
         files = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
         self._paths = [path for _, path in files]
         # Index of each file's first document, and the number of all documents.
@@ -285,7 +284,10 @@ def _candidates(
 
 
 def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices (later, earlier) of the pairs to compare, for documents sorted by key and rank."""
+    """Return the indices (later, earlier) of the pairs to compare, for documents sorted by key and rank.
+
+    A document is compared with the previous one and with the anchors: the first documents with the same key.
+    """
     starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
     sizes = np.diff(np.append(starts, len(keys)))
     anchors = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes

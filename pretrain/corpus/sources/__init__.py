@@ -47,7 +47,7 @@ def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
 def _with_problems(inputs: list[Input], source_reader: SourceReader) -> list[Input]:
     """Add the faults found while listing the inputs to the first input."""
     problems = tuple(source_reader.problems.entries())
-    return [replace(item, problems=() if n else problems) for n, item in enumerate(inputs)]
+    return [replace(item, problems=problems if n == 0 else ()) for n, item in enumerate(inputs)]
 
 
 def cut(

@@ -104,7 +104,7 @@ def _smaller_batches(batch: Any) -> Iterator[Any]:
 def _open_csv(
     path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, skipped: Problems
 ) -> Any:
-    """Open a reader of record batches of the text column, as bytes. Rows with a wrong number of columns are `skipped`."""
+    """Open a reader of record batches of the text column, as bytes; `skipped` gets rows with a wrong column count."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 

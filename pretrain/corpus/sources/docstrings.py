@@ -166,7 +166,7 @@ def running_text(docstring: str) -> list[str]:
 
 
 def _line_runs(lines: list[str]) -> Iterator[str]:
-    """Yield runs of lines with the same indentation, list item or argument, without code blocks and doctests."""
+    """Yield the text of each list item, argument and run of equally indented lines, without code and doctests."""
     run: list[str] = []
     indent = code_indent = -1  # lines that are indented more than code_indent are a literal block
     in_fence = in_doctest = False

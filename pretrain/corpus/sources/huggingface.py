@@ -85,8 +85,8 @@ def hub_dataset(config_key: str, name: str, subset: str, split: str, revision: s
         raise type(error)(f"{config_key}.dataset: {error}") from None
     except Exception as error:  # any error of the hub's client
         error_class = MachineError if isinstance(error, ConnectionError) else InputError
-        message = f"{name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}"
-        raise error_class(f"{config_key}.dataset: {message}") from None
+        reason = f"{type(error).__name__}: {inputs.one_line(error)}"
+        raise error_class(f"{config_key}.dataset: {name}@{revision}: {reason}") from None
 
 
 def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
