@@ -29,7 +29,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _bytes_of_characters()
-_SPACE_MARK, _LINE_BREAK_MARK = "\u2581", "\u010a"  # stand for a space, and for a line break in a vocab.txt
+_SPACE_MARK, _LINE_BREAK_MARK = "\u2581", "\u010a"  # represent a space and, in a vocab.txt, a line break
 _BYTE_ENTRY = re.compile(r"<0x([0-9A-F]{2})>")
 
 Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces

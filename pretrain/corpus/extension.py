@@ -128,20 +128,20 @@ def _may_match(entry: str, word: str) -> bool:
 
 def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
-    where = f"corpus.vocabulary.added_words ({max_words})"
+    setting = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
     kind, splits_words = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
     # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
     if kind not in ("WordPiece", "Unigram") and (not splits_words or model.get("end_of_word_suffix")):
         raise InputError(
-            f"{where}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
+            f"{setting}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
             "the end of words, so words cannot be added. Set it to 0."
         )
     size = vocabulary_size(tokenizer)
     if size <= MAX_UINT16_ENTRIES < size + max_words:
         raise InputError(
-            f"{where}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of the "
-            f"token shards ({MAX_UINT16_ENTRIES}). Lower it to {MAX_UINT16_ENTRIES - size} or less."
+            f"{setting}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of "
+            f"the token shards ({MAX_UINT16_ENTRIES}). Lower it to {MAX_UINT16_ENTRIES - size} or less."
         )
 
 

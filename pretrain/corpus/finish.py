@@ -17,7 +17,7 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import ExistingCorpus, merged_filters, merged_sets, write_signatures
+from pretrain.corpus.growth import ExistingCorpus, merged_evaluation_sets, merged_filters, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import add_card, changeable_source_fields, content_digest, make_manifest, source_name
 from pretrain.corpus.released import kind_of
@@ -119,7 +119,7 @@ class PreparedCorpus:
             readings=readings,
             extension=extension or self.extension,
             filtered=merged_filters(old_card.get("filters", []), self.documents.filter_entries(count), count),
-            evaluation=merged_sets(old_card.get("evaluation_sets", []), evaluation),
+            evaluation=merged_evaluation_sets(old_card.get("evaluation_sets", []), evaluation),
             old_card=old_card,
         )
 

@@ -148,13 +148,13 @@ def write_signatures(
     return names
 
 
-def merged_filters(old: list[dict[str, Any]], added: list[dict[str, Any]], source_count: int) -> list[dict[str, Any]]:
+def merged_filters(old: list[dict[str, Any]], new: list[dict[str, Any]], source_count: int) -> list[dict[str, Any]]:
     """Merge the filter entries of the existing card and of the new sources."""
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in old:
         counts = [*entry["by_source"], *[0] * (source_count - len(entry["by_source"]))]
         entries[entry["filter"], entry["rule"]] = {**entry, "by_source": counts}
-    for entry in added:
+    for entry in new:
         merged = entries.setdefault((entry["filter"], entry["rule"]), {**entry, "documents": 0, "by_source": []})
         merged["documents"] += entry["documents"]
         counts = merged["by_source"] or [0] * source_count
@@ -162,10 +162,10 @@ def merged_filters(old: list[dict[str, Any]], added: list[dict[str, Any]], sourc
     return list(entries.values())
 
 
-def merged_sets(old: list[dict[str, Any]], added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged_evaluation_sets(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the evaluation sets' entries of the existing card and the new sources; `found` is the maximum of both."""
     old_found: Mapping[str, int] = {entry["name"]: entry["found"] for entry in old}
-    return [{**entry, "found": max(entry["found"], old_found.get(entry["name"], 0))} for entry in added]
+    return [{**entry, "found": max(entry["found"], old_found.get(entry["name"], 0))} for entry in new]
 
 
 def _stem(source: int) -> str:

@@ -36,7 +36,7 @@ class Pool:
         self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
-        self._arguments = settings, tokenizer
+        self._initargs = settings, tokenizer
         self._address = address
         # On a cluster, all calls are pending at once; their arguments contain no text (`sources.cut`).
         self._max_pending = sys.maxsize if address else 3 * processes
@@ -49,17 +49,17 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._arguments[0].work_dir) / "ray.log",
+                log=Path(self._initargs[0].work_dir) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
-                initargs=self._arguments,
+                initargs=self._initargs,
             )
         elif self._processes == 1:
-            stages.start_process(*self._arguments, child=False)
+            stages.start_process(*self._initargs, child=False)
         else:
             self._earlier_pids = _child_pids()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._initargs)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # start the processes now, before there are other threads
         return self

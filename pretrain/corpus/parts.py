@@ -74,8 +74,8 @@ class Part:
 
     def reorder(self, order: np.ndarray) -> Part:
         """Return the documents with the indices `order`, in that order, without sketches."""
-        sentences = _ranges(self.documents["sentences"], order)
-        items = _ranges(self.documents["items"], order)
+        sentences = _range_indices(self.documents["sentences"], order)
+        items = _range_indices(self.documents["items"], order)
         return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct_words)
 
     def select(self, keep: np.ndarray) -> Part:
@@ -89,7 +89,7 @@ class Part:
         return Part(self.items[items], sentence_items, self.documents[keep], self.distinct_words, sketches)
 
 
-def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
+def _range_indices(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Return the element indices of consecutive ranges with the given sizes, after the ranges are reordered."""
     sizes = sizes.astype(np.int64)
     starts, counts = (np.cumsum(sizes) - sizes)[order], sizes[order]

@@ -191,7 +191,7 @@ class _Preparation:
         return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
-        """Return whether the corpus is complete and intact. If it is damaged, the same settings prepare it again.
+        """Return whether the corpus is complete and intact. If it is damaged, it is prepared again as before.
 
         Names, weights and licenses of sources may change; the manifest is then updated. If the config has new sources,
         they are selected to be added. Raises `InputError` if the corpus was prepared with other settings.

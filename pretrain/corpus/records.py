@@ -30,7 +30,7 @@ class RecordReader(SourceReader):
         path = Path(item.paths[0])
         if self.is_stream(item):
             return inputs.data_spans(item, self._record_batches(path), b"")
-        return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
+        return _byte_ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
     def records(self, chunk: Chunk, problems: Problems) -> bytes:
         """Return the complete records of a chunk, concatenated."""
@@ -95,7 +95,7 @@ class RecordReader(SourceReader):
         )
 
 
-def _ranges(item: Input, size: int) -> Iterator[Span]:
+def _byte_ranges(item: Input, size: int) -> Iterator[Span]:
     for start in range(0, max(item.bytes, 1), size):
         end = min(start + size, item.bytes)
         yield Span(start=start, end=end, bytes=end - start)

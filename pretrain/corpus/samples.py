@@ -72,7 +72,7 @@ def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) ->
 def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]) -> None:
     """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than are stored."""
     library_tokenizer = without_special_tokens(tokenizer)
-    for where, (text, stored) in sampled:
+    for origin, (text, stored) in sampled:
         encoding = library_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
         if ids != stored:
@@ -80,7 +80,7 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]
             start = encoding.offsets[index][0] if index < len(ids) else len(text)
             shown = [list(map(tokenizer.id_to_token, tokens[index : index + _MAX_SHOWN])) for tokens in (stored, ids)]
             raise InputError(
-                f"{where}: the corpus and its tokenizer.json give a document different tokens, at "
+                f"{origin}: the corpus and its tokenizer.json give a document different tokens, at "
                 f"{text[max(0, start - 20) : start + 40]!r}: {shown[0]} and {shown[1]}. Prepare it into "
                 "another corpus.dir; if that does not help, choose another vocabulary, and report this line with the "
                 "tokenizer."

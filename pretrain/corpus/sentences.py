@@ -107,7 +107,7 @@ def _segment(language: str, text: str) -> list[str]:
 
 
 def _split_again(sentence: str, language: str, replacements: Mapping[str, str]) -> list[str]:
-    """Split `sentence` where sentencex splits the result of `replacements`, which keep the length.
+    """Split `sentence` where sentencex splits it after `replacements`, which do not change its length.
 
     Opening quotation marks stay with the quotation.
     """

@@ -179,13 +179,13 @@ def _splits_at_spaces(spec: dict[str, Any]) -> bool:
     if not all(map(_normalizes_words_separately, steps)):
         return False
     pre_tokenizer = spec["pre_tokenizer"] or {}
-    *first, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    *earlier_steps, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     return (
         last.get("type") == "Metaspace"
         and last["replacement"] == _SPACE_MARK
         and last["prepend_scheme"] == "always"
         and last["split"]
-        and all(step["type"] == "WhitespaceSplit" for step in first)
+        and all(step["type"] == "WhitespaceSplit" for step in earlier_steps)
     )
 
 

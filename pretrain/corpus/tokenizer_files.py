@@ -66,10 +66,10 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
 
 
 def _missing_message(folder: Path) -> str:
-    model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
-    if model is not None:
+    model_file = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if model_file is not None:
         return (
-            f"{folder}: has {model}, which is not read, but no tokenizer.json. Write one with transformers "
+            f"{folder}: has {model_file}, which is not read, but no tokenizer.json. Write one with transformers "
             "(save_pretrained of a fast tokenizer)."
         )
     return (

@@ -76,9 +76,9 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
             with path.open("rb") as raw:
                 stream = TextStream(path, raw)
                 for batch in _open_csv(path, stream, column, quoting, block_bytes, skipped):
-                    new = batch.slice(max(0, yielded_rows - row_count))
+                    new_rows = batch.slice(max(0, yielded_rows - row_count))
                     row_count += batch.num_rows
-                    for smaller in _smaller_batches(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
+                    for smaller in _smaller_batches(new_rows) if block_bytes > inputs.CHUNK_BYTES else [new_rows]:
                         yield smaller, raw.tell()
             problems.extend(skipped.entries())
             if stream.fault:

@@ -80,7 +80,7 @@ def hub_dataset(config_key: str, name: str, subset: str, split: str, revision: s
     try:
         if not constants.HF_HUB_OFFLINE:  # check access first: `datasets` retries, and gives one error for all causes
             ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
-        return _streamed(name, subset, split, revision)
+        return _stream_split(name, subset, split, revision)
     except RunError as error:
         raise type(error)(f"{config_key}.dataset: {error}") from None
     except Exception as error:  # any error of the hub's client
@@ -89,7 +89,7 @@ def hub_dataset(config_key: str, name: str, subset: str, split: str, revision: s
         raise error_class(f"{config_key}.dataset: {name}@{revision}: {reason}") from None
 
 
-def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
+def _stream_split(name: str, subset: str, split: str, revision: str) -> Any:
     import datasets
 
     return datasets.load_dataset(name, subset or None, split=split, revision=revision, streaming=True)
@@ -104,7 +104,7 @@ def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
     try:
-        yield from _streamed(source.dataset, source.subset, source.split, source.revision).shard(
+        yield from _stream_split(source.dataset, source.subset, source.split, source.revision).shard(
             num_shards=chunk.end, index=chunk.start
         )
     except pa.ArrowException:
