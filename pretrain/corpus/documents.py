@@ -38,7 +38,7 @@ _ORDER_BITS = 16  # number of leading bits of a sort key (`random_order`) that s
 _ORDER_SHIFT = 64 - _ORDER_BITS
 _PARTS = "parts-{}.json"  # file in the work folder: (part file, index of its first document) of a source's parts
 SPLITS = ("train", "validation")
-_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]  # content of the `known` files of `Documents.load`
+_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]  # content of `known_hash_files` in `Documents.load`
 
 
 @dataclass
@@ -152,34 +152,35 @@ class Documents:
         work_dir: Path,
         summaries: list[ChunkSummary],
         validation_fraction: float,
-        held_out: Mapping[int, str] = MappingProxyType({}),
+        held_out_sources: Mapping[int, str] = MappingProxyType({}),
         near_duplicates: NearDuplicates | None = None,
         faults: Sequence[dict[str, Any]] = (),
-        known: Sequence[tuple[Path, bool | None]] = (),
+        known_hash_files: Sequence[tuple[Path, bool | None]] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         Args:
             validation_fraction: fraction of documents to hold out in sources that are not entirely held out.
-            held_out: {index: name} of the sources that are entirely held out.
+            held_out_sources: {index: name} of the sources that are entirely held out.
             near_duplicates: the near-duplicates to drop; None if they are not searched.
             faults: entries of `Problems`, to explain an empty corpus.
-            known: files of `write_hashes` with documents that the corpus already has, which are dropped; and whether
-                they are training documents (True), held-out documents (False), or possibly both (None).
+            known_hash_files: files of `write_hashes` for documents that the corpus already has, which are dropped; and
+                whether they are training documents (True), held-out documents (False), or possibly both (None).
 
         Raises `InputError` if no document is left, or if the corpus trains on documents of a source to hold out.
         """
-        documents = cls(work_dir, summaries, validation_fraction, held_out)
+        documents = cls(work_dir, summaries, validation_fraction, held_out_sources)
         if not documents._count:
             raise _empty_error(summaries, faults)
-        documents._drop(near_duplicates, [(load_hashes(path), is_trained) for path, is_trained in known])
+        known_hashes = [(load_hashes(path), are_trained) for path, are_trained in known_hash_files]
+        documents._drop(near_duplicates, known_hashes)
         documents._check_not_trained()
         documents._hold_out()
         return documents
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None, known: _KnownHashes) -> None:
+    def _drop(self, near_duplicates: NearDuplicates | None, known_hashes: _KnownHashes) -> None:
         """Keep the first of each group of equal documents, unless it is known or a near-duplicate of an earlier one.
 
         Documents of held-out sources precede all others.
@@ -194,7 +195,7 @@ class Documents:
             hash_buckets.add(rows, bucket_of(hashes[:, 0], count))
         dropped_buckets = Buckets(self._work_dir / "dropped", _DROPPED, count)
         for rows in hash_buckets.drain():
-            dropped = self._find_dropped(rows, near_duplicates, known)
+            dropped = self._find_dropped(rows, near_duplicates, known_hashes)
             dropped_buckets.add(dropped, dropped["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work_dir / _KEPT) as file:
             for index, dropped in enumerate(dropped_buckets.drain()):
@@ -206,7 +207,7 @@ class Documents:
                 self._lost_counts += self._count_by_source(dropped["document"][dropped["lost"]])
 
     def _find_dropped(
-        self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _KnownHashes
+        self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known_hashes: _KnownHashes
     ) -> np.ndarray:
         """Return the documents to drop, _DROPPED; `rows` must contain all documents with the same hash."""
         hashes, in_held_out = rows["hash"], np.isin(self._sources(rows["document"]), [*self._held_out_sources])
@@ -218,8 +219,8 @@ class Documents:
         in_fraction = hashes[:, 0] < self._hash_limit
         is_lost = ~in_held_out & in_held_out[first_equal]
         is_near, is_trained, is_held_out = np.zeros((3, len(rows)), bool)
-        for known_hashes, are_trained in known:
-            is_known = are_among(known_hashes, hashes)
+        for file_hashes, are_trained in known_hashes:
+            is_known = are_among(file_hashes, hashes)
             is_dropped |= is_known
             is_trained |= is_known & bool(are_trained)
             # If near-duplicates are not searched, each dropped document equals one that is trained on or held out.
@@ -246,9 +247,8 @@ class Documents:
 
     def _check_not_trained(self) -> None:
         """Raise `InputError` if the corpus already trains on documents of a held-out source."""
-        near_counts = self._near_duplicates.trained_counts if self._near_duplicates else {}
-        sources = self._held_out_sources.items()
-        counts = {name: (int(self._trained_counts[n]), near_counts.get(n, 0)) for n, name in sources}
+        similar = self._near_duplicates.trained_counts if self._near_duplicates else {}
+        counts = {name: (int(self._trained_counts[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
         found = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
         if found:
             count = counted(sum(map(sum, counts.values())), "document")

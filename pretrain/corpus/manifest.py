@@ -175,9 +175,9 @@ def match_sources(
 ) -> list[int]:
     """Return the index in the corpus of each source in the config; new sources get the next indices.
 
-    A source in the config matches the one in the corpus with equal settings and equal files: the same names, sizes and
-    times or, failing that, the same content (copied files, whose new digest is then put into the manifest). Failing
-    that, it matches the one with the same name. Settings of the vocabulary only count if `compare_vocabulary`.
+    A source in the config matches the source in the corpus that has equal settings and whose files have equal names,
+    sizes and times or, failing that, equal content (copied files, whose digest is then put into the manifest). Failing
+    that, it matches the source with its name. Settings of the vocabulary are only compared if `compare_vocabulary`.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
