@@ -140,9 +140,9 @@ class BlockCache:
         """Return an array of a shard, read-only; blocks that are not held may be zeros."""
         return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].extents[name].base)
 
-    def global_indices(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
+    def global_indices(self, shards: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Convert indices of shards and of blocks in these shards to indices of blocks over all shards; int64."""
-        return self._first_blocks[shard.astype(np.int64)] + block
+        return self._first_blocks[shards.astype(np.int64)] + blocks
 
     def bytes_of(self, blocks: np.ndarray) -> int:
         """Return the total bytes of `blocks`, which are indices over all shards, as in all methods."""

@@ -63,11 +63,11 @@ class Part:
         with path.open("rb") as file:
             table, items, sentence_items = np.load(file, allow_pickle=False), _map_array(file), _map_array(file)
         start, stop = documents[0], documents[-1] + 1
-        sentence = int(table["sentences"][:start].sum(dtype=np.int64))
-        item = int(table["items"][:start].sum(dtype=np.int64))
+        first_sentence = int(table["sentences"][:start].sum(dtype=np.int64))
+        first_item = int(table["items"][:start].sum(dtype=np.int64))
         table = table[start:stop]
-        sentence_items = sentence_items[sentence : sentence + int(table["sentences"].sum(dtype=np.int64))]
-        items = items[item : item + int(table["items"].sum(dtype=np.int64))]
+        sentence_items = sentence_items[first_sentence:][: int(table["sentences"].sum(dtype=np.int64))]
+        items = items[first_item:][: int(table["items"].sum(dtype=np.int64))]
         keep = np.zeros(len(table), bool)
         keep[documents - start] = True
         return cls(items, sentence_items, table, []).select(keep)

@@ -277,7 +277,7 @@ class ShardWriter:
     ) -> None:
         self._folder, self._name, self._dtype = Path(folder), name, dtype
         self._expected_counts = (tokens, sentences, documents)
-        self._written_counts = [0, 0, 0]
+        self._counts = [0, 0, 0]
         self._stack = contextlib.ExitStack()
         self._files: dict[str, _HashedFile] = {}
         self.hashes: dict[str, str] = {}
@@ -302,7 +302,7 @@ class ShardWriter:
 
     def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
         """Append documents: tokens, number of tokens per sentence, number of sentences per document."""
-        tokens_before, sentences_before, _ = self._written_counts
+        tokens_before, sentences_before, _ = self._counts
         sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
         document_ends = np.cumsum(document_sentences, dtype=np.uint64)
         token_ends = np.concatenate([np.zeros(1, np.uint64), sentence_ends])[document_ends]
@@ -312,14 +312,14 @@ class ShardWriter:
             np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
         )
         for index, array in enumerate((tokens, sentence_tokens, document_sentences)):
-            self._written_counts[index] += len(array)
+            self._counts[index] += len(array)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is None and tuple(self._written_counts) != self._expected_counts:
+        if error is None and tuple(self._counts) != self._expected_counts:
             error = ValueError(
-                f"{self._name}: {self._written_counts} tokens, sentences, documents, not {self._expected_counts}"
+                f"{self._name}: {self._counts} tokens, sentences, documents, not {self._expected_counts}"
             )
             self._stack.__exit__(type(error), error, None)
             raise error

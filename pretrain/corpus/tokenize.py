@@ -163,8 +163,8 @@ class WordTable:
         indices = np.empty(len(starts), np.int32)
         uint64_at = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
-        key = uint64_at[starts[short]] & _LOW_BYTES[lengths[short]]
-        indices[short] = self._lookup(self._short, [key])
+        short_keys = uint64_at[starts[short]] & _LOW_BYTES[lengths[short]]
+        indices[short] = self._lookup(self._short, [short_keys])
         middle = np.flatnonzero((lengths > 8) & (lengths <= 16))
         if middle.size:
             offsets = starts[middle]

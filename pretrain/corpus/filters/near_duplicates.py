@@ -55,12 +55,12 @@ class Precedence:
     """Documents that take precedence over training documents.
 
     Attributes:
-        held_out: indices of the sources that are entirely held out.
+        held_out_sources: indices of the sources that are entirely held out.
         fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
         training_hash_files: files with the hashes of known training documents.
     """
 
-    held_out: tuple[int, ...]
+    held_out_sources: tuple[int, ...]
     fraction: float
     training_hash_files: tuple[Path, ...]
 
@@ -185,16 +185,17 @@ class SketchFiles:
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
         """Return the rank of each document (`_KNOWN` to `_TRAINING`), uint8 [D]; `hashes` are the documents' hashes."""
-        held_out = np.isin(self.sources(documents), precedence.held_out)
+        held_out = np.isin(self.sources(documents), precedence.held_out_sources)
         conditions = [documents < np.uint64(self.known_count), held_out, precedence.in_fraction(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
     def rows(self, array_index: int, documents: np.ndarray) -> np.ndarray:
         """Return the rows of an array other than `_KEYS` for ascending document indices."""
         documents = documents.astype(np.int64)
-        file = np.searchsorted(self.file_starts, documents, "right") - 1
+        files = np.searchsorted(self.file_starts, documents, "right") - 1
         chosen = [
-            _map_array(self._paths[i], array_index)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
+            _map_array(self._paths[i], array_index)[documents[files == i] - self.file_starts[i]]
+            for i in np.unique(files)
         ]
         return np.concatenate(chosen or [_map_array(self._paths[0], array_index)[:0]])
 
@@ -220,13 +221,13 @@ def find_pairs(
     """
     files = SketchFiles(work_dir)
     later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, partition, partition_count), precedence)
-    compared, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
+    compared, rows = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(_MINIMA, compared)
-    equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
+    equal = _equal_minima(minima, rows[: len(later)], rows[len(later) :])
     is_similar = _similarity(equal, minima.shape[1]) >= threshold
     pairs = np.zeros(int(is_similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[is_similar], earlier[is_similar], equal[is_similar]
-    pairs["hash"] = files.rows(_HASHES, compared)[row[: len(later)][is_similar]]
+    pairs["hash"] = files.rows(_HASHES, compared)[rows[: len(later)][is_similar]]
     pairs["rank"], pairs["earlier_rank"] = (rank[is_similar] for rank in ranks)
     pairs = _sort_pairs(pairs)
     with atomic_open(out) as file:
@@ -270,13 +271,13 @@ def _candidates(
     equals_previous = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
     has_partner = equals_previous | np.append(equals_previous[1:], False)
     keys, documents = keys[has_partner], documents[has_partner]
-    ascending, row = np.unique(documents, return_inverse=True)
+    ascending, rows = np.unique(documents, return_inverse=True)
     hashes = files.rows(_HASHES, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
-    order = np.lexsort((documents, ranks[row], keys))
-    keys, row = keys[order], row[order]
-    kept = ~_are_copies(keys, hashes[row])
-    keys, documents, ranks = keys[kept], ascending[row[kept]], ranks[row[kept]]
+    order = np.lexsort((documents, ranks[rows], keys))
+    keys, rows = keys[order], rows[order]
+    kept = ~_are_copies(keys, hashes[rows])
+    keys, documents, ranks = keys[kept], ascending[rows[kept]], ranks[rows[kept]]
     later, earlier = _pairs_to_compare(keys, ranks)
     is_new = ranks[later] != _KNOWN
     later, earlier = later[is_new], earlier[is_new]
@@ -290,11 +291,11 @@ def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, 
     """
     starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
     sizes = np.diff(np.append(starts, len(keys)))
-    anchors = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes
-    first, anchors, index = np.repeat(starts, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
-    later = [index[(index > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
-    earlier = [first[rows] + n for n, rows in enumerate(later)]
-    with_previous = index[index > first + anchors]
+    anchor_counts = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes
+    firsts, anchor_counts, indices = np.repeat(starts, sizes), np.repeat(anchor_counts, sizes), np.arange(len(keys))
+    later = [indices[(indices > firsts + n) & (anchor_counts > n)] for n in range(anchor_counts.max(initial=0))]
+    earlier = [firsts[rows] + n for n, rows in enumerate(later)]
+    with_previous = indices[indices > firsts + anchor_counts]
     return np.concatenate([*later, with_previous]), np.concatenate([*earlier, with_previous - 1])
 
 
@@ -319,7 +320,7 @@ def merge_pairs(
     pair_arrays = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     partition_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
     paths = _lost_path(out), out
-    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
+    buckets_by_path = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
     examples: list[dict[str, Any]] = []
     trained_counts: Counter[str] = Counter()
     for partition in range(partition_count):
@@ -328,11 +329,11 @@ def merge_pairs(
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
+        for buckets, dropped in zip(buckets_by_path.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
             buckets.add(hashes, bucket_of(hashes["first"], partition_count))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained_counts})
-    for path, buckets in hashes_to_write.items():
+    for path, buckets in buckets_by_path.items():
         with atomic_open(path) as file:
             for hashes in buckets.drain():
                 np.sort(hashes, order=["first", "second"]).tofile(file)
@@ -345,19 +346,19 @@ def _lost_path(out: Path) -> Path:
 
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
     """Return {index of a source: number of its documents that are similar to a known training document}."""
-    earlier, row = np.unique(pairs["earlier"], return_inverse=True)
+    earlier, rows = np.unique(pairs["earlier"], return_inverse=True)
     hashes = files.rows(_HASHES, earlier)
     order = np.argsort(hashes[:, 0])
     is_trained = np.zeros(len(earlier), bool)
     for path in precedence.training_hash_files:
         is_trained[order] |= are_among(load_hashes(path), hashes[order])
     is_trained &= ~precedence.in_fraction(hashes)
-    documents = np.unique(pairs["document"][is_trained[row]])
+    documents = np.unique(pairs["document"][is_trained[rows]])
     return Counter(map(str, files.sources(documents).tolist()))
 
 
 def _pairs_in_partition(pairs: np.ndarray, partition: int) -> np.ndarray:
-    """Return the pairs in a range of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+    """Return the pairs of a partition of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
         bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
         for bound in (partition, partition + 1)
