@@ -67,7 +67,7 @@ def document_pieces(
         texts: documents that are not empty, without NUL.
         starts: character offsets of the sentences of each document, ascending from 0. The start of a sentence within a
             piece is moved to the next piece.
-        table: table of the distinct pieces, which new pieces are added to.
+        table: table of the distinct pieces, to which new ones are added.
         bounds: function that finds the pieces in documents, which are passed as bytes and as uint8 array, with a NUL
             before and after each document.
     """

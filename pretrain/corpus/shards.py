@@ -276,14 +276,14 @@ class ShardWriter:
         self, folder: Path, name: str, *, tokens: int, sentences: int, documents: int, dtype: np.dtype
     ) -> None:
         self._folder, self._name, self._dtype = Path(folder), name, dtype
-        self._expected_counts = (tokens, sentences, documents)
+        self._totals = (tokens, sentences, documents)
         self._counts = [0, 0, 0]
         self._stack = contextlib.ExitStack()
         self._files: dict[str, _HashedFile] = {}
         self.hashes: dict[str, str] = {}
 
     def __enter__(self) -> ShardWriter:
-        tokens, sentences, documents = self._expected_counts
+        tokens, sentences, documents = self._totals
         shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             "tokens": (self._dtype, (tokens,)),
             "sentences": (np.dtype("<u8"), (sentences + 1,)),
@@ -317,10 +317,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is None and tuple(self._counts) != self._expected_counts:
-            error = ValueError(
-                f"{self._name}: {self._counts} tokens, sentences, documents, not {self._expected_counts}"
-            )
+        if error is None and tuple(self._counts) != self._totals:
+            error = ValueError(f"{self._name}: {self._counts} tokens, sentences, documents, not {self._totals}")
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)

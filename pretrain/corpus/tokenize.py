@@ -99,7 +99,7 @@ def _word_bounds(classes: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.
     starts[0] |= in_word[0]
     starts[1:] |= in_word[1:] & ~in_word[:-1]
     ends[:-1] |= in_word[:-1] & ~in_word[1:]
-    # Each ideograph, of 3 bytes, is a separate word (google-research/bert tokenization.py, _tokenize_chinese_chars).
+    # Each ideograph (3 bytes) is a separate word, as in google-research/bert tokenization.py, _tokenize_chinese_chars.
     leads = np.flatnonzero(classes == _IDEOGRAPH)
     leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams
     starts[leads] = ends[leads + 2] = True
@@ -117,7 +117,7 @@ def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
     if fold and not stripped.isascii():
         stripped = b"".join(_folded_runs(stripped, fold))
     folded = stripped.split(b"\0")[:count]
-    if any(lead in raw for lead in _DECOMPOSED_PREFIXES):
+    if any(prefix in raw for prefix in _DECOMPOSED_PREFIXES):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
