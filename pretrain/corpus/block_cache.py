@@ -70,8 +70,8 @@ class StoredShard:
 class _Extent:
     """The location of one array of a shard in the cache file, which holds the arrays with this name of all shards."""
 
-    name: str
-    descriptor: int
+    name: str  # name of the array
+    descriptor: int  # file descriptor of the cache file
     base: int  # offset of the array in the file, in bytes
     row_bytes: int  # bytes per element or row
     blocks: np.ndarray  # blocks of the shard, BLOCK [B]
@@ -115,10 +115,10 @@ class BlockCache:
         self._address, self._folder, self._stored_shards = address, folder, list(shards)
         self._max_bytes, self._objects = max_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
-        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block, and the number of blocks
+        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block; total number of blocks
         self._sizes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
-        self._lease_counts = np.zeros(len(self._sizes), np.int32)
+        self._lease_counts = np.zeros(len(self._sizes), np.int32)  # this process's leases of each block
         self._verified = np.zeros(len(self._sizes), bool)  # verified by this process, or by one that holds the block
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class BlockCache:
             self._mappings = {n: mmap.mmap(d, 0, access=mmap.ACCESS_READ) for n, d in self._descriptors.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._sizes), bool)  # prefetched by this process, and not used yet
+        self._is_prefetched = np.zeros(len(self._sizes), bool)  # prefetched, but not used yet, by this process
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 

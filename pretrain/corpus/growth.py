@@ -27,18 +27,13 @@ from pretrain.corpus.filters import near_duplicates
 from pretrain.corpus.manifest import source_name, split_by_source, try_read_manifest, without_card
 from pretrain.corpus.shards import source_fingerprint
 
-_OLD_CARD = "card-before.json"  # in the work folder
+_OLD_CARD = "card-before.json"  # file in the work folder
 _TRAINING_SUFFIX, _OTHERS_SUFFIX, _SKETCHES_SUFFIX = ".hashes", ".others", near_duplicates.SUFFIX
 
 
 @dataclass(frozen=True)
 class ExistingCorpus:
-    """An existing corpus to which sources are added.
-
-    Attributes:
-        folder: folder of the corpus.
-        manifest: manifest of the existing corpus.
-    """
+    """An existing corpus to which sources are added."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -57,7 +52,7 @@ class ExistingCorpus:
         return {split: 1 + max(numbers) for split, numbers in used.items()}
 
     @property
-    def identity(self) -> list[str]:
+    def fingerprints(self) -> list[str]:
         """The fingerprints of the existing sources; an interrupted addition only continues if they are unchanged."""
         return [source_fingerprint(self.manifest, source) for source in range(self.source_count)]
 

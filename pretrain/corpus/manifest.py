@@ -211,7 +211,10 @@ def _match_to_manifest(
     requested: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`."""
+    """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`.
+
+    `requested` has the settings of each source in the config, `old` those of each source in the corpus.
+    """
     entries, matched = manifest["sources"], {}
     names = [source_name(source) for source in sources]
 

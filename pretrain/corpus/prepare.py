@@ -350,7 +350,7 @@ class _Preparation:
         if self._encodes_whole_documents or self._corpus.vocabulary.kind == "byte_bpe":
             requested["texts"] = "whole"
         if existing:
-            requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.identity}
+            requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.fingerprints}
         saved = _read_json(file)
         if saved is not None and existing and saved.get("grows") != requested["grows"]:
             # The files are left from preparing the existing corpus, or from adding other sources.

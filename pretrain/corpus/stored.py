@@ -86,8 +86,9 @@ def open_corpus(corpus: CorpusConfig, split: str, *, needs_tokens: bool = True) 
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _block_tables(corpus, folder / "blocks.npy", entries)
-    stored = [StoredShard(_stored_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
-    cache = BlockCache(corpus.dir, folder, stored, max_bytes=int(corpus.cache))
+    arrays = [_stored_arrays(entry, manifest) for entry in entries]
+    stored_shards = list(map(StoredShard, arrays, tables))
+    cache = BlockCache(corpus.dir, folder, stored_shards, max_bytes=int(corpus.cache))
     shards = [
         Shard(entry["name"], split, entry["source"], *_views(cache, index, entry, manifest), blocks=table, cache=cache)
         for index, (entry, table) in enumerate(zip(entries, tables, strict=True))
