@@ -42,8 +42,7 @@ class TokenTrie:
         matched, unknown = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
         while states.size:
             words, nodes, positions, tokens, ends = states
-            edges = _edges(nodes, characters[words, positions])
-            nodes[:], stuck = self._next.find([edges])  # stuck: indices of the words without such an edge
+            nodes[:], stuck = self._next.find([_edges(nodes, characters[words, positions])])  # stuck: no such edge
             nodes[stuck] = 0
             positions += 1
             at_token = np.flatnonzero(self._tokens[nodes] >= 0)
