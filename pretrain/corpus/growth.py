@@ -67,8 +67,8 @@ class ExistingCorpus:
         settings = split_by_source(self.manifest["settings"])[1]
         held_out = {n for n in settings if settings[n].get("held_out")}
         files = [(path, n not in held_out) for n, path in self.signatures(_TRAINING_SUFFIX).items()]
-        files += [(path, False if n in held_out else None) for n, path in self.signatures(_OTHERS_SUFFIX).items()]
-        return files
+        others = [(path, False if n in held_out else None) for n, path in self.signatures(_OTHERS_SUFFIX).items()]
+        return [*files, *others]
 
     @property
     def training_hash_files(self) -> tuple[Path, ...]:

@@ -213,7 +213,7 @@ def _match_to_manifest(
 ) -> dict[int, int]:
     """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`.
 
-    `requested` has the settings of each source in the config, `old` those of each source in the corpus.
+    `requested` has the settings of each source in the config, `old` the settings of each source in the corpus.
     """
     entries, matched = manifest["sources"], {}
     names = [source_name(source) for source in sources]

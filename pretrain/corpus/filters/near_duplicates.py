@@ -148,8 +148,8 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 class SketchFiles:
     """The sketches of all documents, in the order of the corpus, read from files in `work_dir` as needed.
 
-    Files are named after their source, input, chunk and part; those named after a source alone are from the corpus to
-    which sources are added. Their documents come first and are called known; `known_count` is their number.
+    Files are named after their source, input, chunk and part; files named after a source alone are from the corpus
+    to which sources are added. Their documents come first and are called known; `known_count` is their number.
     """
 
     def __init__(self, work_dir: Path) -> None:
