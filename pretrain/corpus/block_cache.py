@@ -115,7 +115,7 @@ class BlockCache:
         self._address, self._folder, self._stored_shards = address, folder, list(shards)
         self._max_bytes, self._objects = max_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
-        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block; total number of blocks
+        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block; number of blocks
         self._sizes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
         self._lease_counts = np.zeros(len(self._sizes), np.int32)  # this process's leases of each block
@@ -132,7 +132,7 @@ class BlockCache:
             self._mappings = {n: mmap.mmap(d, 0, access=mmap.ACCESS_READ) for n, d in self._descriptors.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._sizes), bool)  # prefetched, but not used yet, by this process
+        self._is_prefetched = np.zeros(len(self._sizes), bool)  # blocks that this process prefetched and has not used
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 

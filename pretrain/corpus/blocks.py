@@ -61,7 +61,7 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, block_tokens: int =
 
 
 def _inner_edges(documents: np.ndarray, sentences: np.ndarray, block_tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (token offset, index of the document that starts or is split there, whether it is split) of inner edges."""
+    """Yield (token offset, index of the document that starts or is split there, whether it is split) per inner edge."""
     starts, previous_edge = documents[:, 1], 0
     # Count each document with additional tokens, so that no block has more than _BLOCK_DOCUMENTS documents.
     overhead = -(-block_tokens // _BLOCK_DOCUMENTS)

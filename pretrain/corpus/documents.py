@@ -215,7 +215,7 @@ class Documents:
         rows, in_held_out = rows[order], in_held_out[order]
         documents, hashes = rows["document"], rows["hash"]
         is_dropped = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
-        first_equal = np.maximum.accumulate(np.where(is_dropped, 0, np.arange(len(rows))))  # row of the first equal one
+        first_equal = np.maximum.accumulate(np.where(is_dropped, 0, np.arange(len(rows))))  # first row with this hash
         in_fraction = hashes[:, 0] < self._hash_limit
         is_lost = ~in_held_out & in_held_out[first_equal]
         is_near, is_trained, is_held_out = np.zeros((3, len(rows)), bool)

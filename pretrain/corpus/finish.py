@@ -21,7 +21,7 @@ from pretrain.corpus.growth import ExistingCorpus, merged_evaluation_sets, merge
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import add_card, changeable_source_fields, content_digest, make_manifest, source_name
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.samples import compare, read_tokens
+from pretrain.corpus.samples import check_tokens, read_tokens
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
@@ -97,7 +97,7 @@ class PreparedCorpus:
         shards = zip(self.plan, self.results, strict=True)
         sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
         stored = ((shard.source, read_tokens(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
-        compare(tokenizer, ((origins[source], document) for source, documents in stored for document in documents))
+        check_tokens(tokenizer, ((origins[source], document) for source, documents in stored for document in documents))
 
     def _write_card(self, manifest: dict[str, Any], readings: tuple[list[dict[str, Any]], list[str]]) -> None:
         old_card = self.existing.card(self.work_dir) if self.existing else {}

@@ -39,7 +39,7 @@ def choose(texts: Sequence[str]) -> list[int]:
 
 def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> None:
     """Save the `sample`, (hash, string) of documents, next to the part file at `path`, except repeated documents."""
-    rows = [[*digest.tolist(), text] for digest, text in sample if len(_find(part, digest)) == 1]
+    rows = [[*digest.tolist(), text] for digest, text in sample if len(_indices_of(part, digest)) == 1]
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
@@ -48,7 +48,7 @@ def load(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     sampled = [(text, np.array(digest, np.uint64)) for *digest, text in rows]
-    return [(text, digest) for text, digest in sampled if len(_find(part, digest))]
+    return [(text, digest) for text, digest in sampled if len(_indices_of(part, digest))]
 
 
 def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
@@ -57,7 +57,7 @@ def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[
     selected: list[tuple[str, int]] = []
     for text, digest in sampled:
         if not selected or len(text) <= budget:
-            selected.append((text, int(_find(part, digest)[0])))
+            selected.append((text, int(_indices_of(part, digest)[0])))
             budget -= len(text)
     return selected
 
@@ -69,7 +69,7 @@ def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) ->
     return [(text, tokens[bounds[index] : bounds[index + 1]].tolist()) for text, index in sampled]
 
 
-def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]) -> None:
+def check_tokens(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]) -> None:
     """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than are stored."""
     library_tokenizer = without_special_tokens(tokenizer)
     for origin, (text, stored) in sampled:
@@ -87,6 +87,6 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]
             )
 
 
-def _find(part: Part, digest: np.ndarray) -> np.ndarray:
+def _indices_of(part: Part, digest: np.ndarray) -> np.ndarray:
     """Return the indices of the documents with the hash `digest`, uint64 [2]."""
     return np.flatnonzero((part.documents["hash"] == digest).all(1))

@@ -13,7 +13,7 @@ from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
-_SLOTS_PER_GRAM = 16  # slots of `_is_prefix`, a one-hash Bloom filter that avoids most lookups, per n-gram
+_SLOTS_PER_GRAM = 16  # slots per n-gram in `_is_prefix`, a one-hash Bloom filter that avoids most lookups
 _MAX_BITS = 26  # log2 of the maximum number of slots
 
 
