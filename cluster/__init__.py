@@ -1,7 +1,7 @@
 """Runs a function, given by its dotted name, in worker processes on this machine or on a Ray cluster.
 
 `cluster.workers.launch.run` starts the workers through a child process, so the caller does not import `ray`.
-`submit` is the command `submit` as a function. Importing this package loads nothing heavy.
+`submit` does the same as the command `submit`. Importing the package imports no large library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def submit(
     plain_http: bool = False,
     **job_options: Any,
 ) -> SubmittedJob:
-    """Run a config as a job on a cluster, or continue its run there: `cluster.submit(pretrain.train, "my.yaml")`.
+    """Run a config as a job on a cluster, or continue its run: `cluster.submit(pretrain.train, "my.yaml")`.
 
     `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job_options` are passed to
     `cluster.jobs.submission.make_job`; `cluster.jobs.client.JobsClient` explains the other parameters.
@@ -30,5 +30,5 @@ def submit(
     from cluster.jobs.client import JobsClient
     from cluster.jobs.submission import make_job
 
-    request = make_job(function, config, **job_options)
-    return JobsClient(address, plain_http=plain_http).submit(request, wait_for_nodes=wait_for_nodes)
+    job = make_job(function, config, **job_options)
+    return JobsClient(address, plain_http=plain_http).submit(job, wait_for_nodes=wait_for_nodes)

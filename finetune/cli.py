@@ -75,7 +75,7 @@ def _run(arguments: list[str]) -> int:
 def build_parsers(
     parser_type: type[Parser] = Parser, commands_help: str | None = argparse.SUPPRESS
 ) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser and {command: its parser}; `commands_help` is argparse's `help` of the list of commands."""
+    """Return the parser and {command: its parser}; `commands_help` is argparse's `help` for the list of commands."""
     parser = parser_type(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",

@@ -10,8 +10,8 @@ from typing import Any
 from pretrain.common.commands import Parser
 from pretrain.common.examples import CONFIGS, KINDS, examples
 
-# {attribute or first word of the metavar of an argument: suffix of the shell function that completes it}. Others are
-# completed from their choices. shtab treats results of functions with `_file` or `_dir` in their names as paths.
+# {attribute or first word of the metavar of an argument: suffix of the shell function that completes it}. Other
+# arguments are completed from their choices. Of functions with `_file` or `_dir` in their names, shtab expects paths.
 _COMPLETERS = {
     **dict.fromkeys(("start_from", "RUN", "MODEL", "JOB", "RUN@STEP"), "dir_of_run"),
     **dict.fromkeys(("texts", "general", "FILE", "PATH"), "file"),

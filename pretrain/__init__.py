@@ -1,6 +1,6 @@
-"""Pretraining of encoder-only language models, from raw text to a released-format checkpoint.
+"""Pretraining of encoder-only language models, from raw text to a checkpoint that transformers can load.
 
-The commands call `prepare`, `train` and `export`. Importing the package loads nothing heavy.
+The commands call `prepare`, `train` and `export`. Importing the package imports no large library.
 """
 
 from __future__ import annotations

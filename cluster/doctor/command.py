@@ -13,7 +13,7 @@ from pretrain.common.errors import MachineError
 
 
 def add_to(commands: Any, measurement_module: str) -> None:
-    """Add `doctor` to the subcommands of a parser; see `machine.check` for `measurement_module`."""
+    """Add `doctor` to the subcommands of a parser. `machine.check` explains `measurement_module`."""
     parser = add_command(
         commands,
         "doctor",

@@ -20,21 +20,21 @@ from pretrain.common.commands import run_for_exit_code
 
 FINDINGS_PREFIX = "doctor: "  # start of the line with the findings as JSON
 
-# Names of the findings that must be equal on all nodes.
+# Names of the findings (versions) that must be equal on all nodes.
 _VERSIONS = ("Python", "torch", "CUDA", "NCCL", "gloo", "DeepSpeed", "Ray", "bertrain")
 
-_CHECK_SECONDS = 100.0  # time limit for each node to import torch, compile a test program and measure
+_CHECK_SECONDS = 100.0  # time limit of all checks on a node: import torch, compile a test program, measure
 _REDUCE_SECONDS = 80.0  # time limit of the all-reduce
 
 
 def main() -> int:
-    """Check the cluster that this job runs on; returns 0 unless the checks themselves fail."""
+    """Check the cluster that this job runs on. Returns 0 even if findings are bad, unless the checks cannot run."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     return run_for_exit_code(lambda: _check(metadata["measures"], Path(metadata["folder"])))
 
 
 def _check(measurement_module: str, folder: Path) -> None:
-    os.environ.update(environment())  # with this project on the path, as for workers
+    os.environ.update(environment())  # the workers' environment, with this project in PYTHONPATH
     address = os.environ["RAY_ADDRESS"]
     set_token_variables(address)
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
@@ -43,8 +43,8 @@ def _check(measurement_module: str, folder: Path) -> None:
     head_id = ray.get_runtime_context().get_node_id()
     alive_nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != head_id)
     rows: list[Finding] = []
-    with storage.hold_lock(folder) as (lock_name, problem):
-        rows += [replace(problem, where="head")] if problem else []
+    with storage.hold_lock(folder) as (lock_name, failure):
+        rows += [replace(failure, where="head")] if failure else []
         arguments = [(measurement_module, folder, lock_name, *_cpus_and_gpus(node)) for node in alive_nodes]
         outcomes = _run_on_nodes(alive_nodes, machine.check_node, arguments, _CHECK_SECONDS)
     for node, outcome in zip(alive_nodes, outcomes, strict=True):
@@ -63,7 +63,7 @@ def _check(measurement_module: str, folder: Path) -> None:
 def _run_on_nodes(
     nodes: Sequence[dict[str, Any]], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], timeout: float
 ) -> list[Any]:
-    """Call `function` on each node, with that node's arguments; return each result, or the exception instead."""
+    """Call `function` on each node with that node's arguments. Return the result or the exception of each call."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -97,7 +97,7 @@ def _node_name(node: dict[str, Any], alive_nodes: Sequence[dict[str, Any]]) -> s
 
 
 def compare_versions(rows: Sequence[Finding]) -> list[Finding]:
-    """Return the rows, with a failure for each library whose version differs from the first node's."""
+    """Return the rows; the row of a version that differs from the first node's becomes a failure."""
     first_rows: dict[str, Finding] = {}
     compared = []
     for row in rows:

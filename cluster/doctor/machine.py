@@ -28,7 +28,7 @@ _PACKAGES = ("cluster", "pretrain", "finetune")
 def check(measurement_module: str, folder: Path) -> list[Finding]:
     """Return the findings about this machine; `folder` is where it would store runs.
 
-    `measurement_module` is the dotted name of the module with the measurements, such as `pretrain.run.machine`.
+    `measurement_module` is the dotted name of the module that measures speed, such as `pretrain.run.machine`.
     """
     system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
     rows = _rows(measurement_module, folder, with_speed=True)
@@ -40,7 +40,7 @@ def check_node(measurement_module: str, folder: Path, lock: str, cpus: int, gpus
 
     Args:
         lock: name of the lock file in `folder` that the job holds; empty for none.
-        cpus, gpus: how many CPUs and GPUs Ray uses here. If both are 0, no workers run here; speed is not measured.
+        cpus, gpus: how many CPUs and GPUs Ray uses here. If both are 0, no workers run here, and speed is not measured.
     """
     import torch
 
@@ -54,21 +54,21 @@ def _rows(measurement_module: str, folder: Path, *, with_speed: bool) -> list[Fi
     import torch
 
     measurements: Any = importlib.import_module(measurement_module)
-    installed, gpu_count = versions(measurements), torch.cuda.device_count()
+    found_versions, gpu_count = versions(measurements), torch.cuda.device_count()
     device_files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
-        *verdicts.judge_versions(installed),
+        *verdicts.judge_versions(found_versions),
         verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
         verdicts.judge_memory(*machine_memory()),
         *_disk_rows(folder),
         verdicts.judge_compiler(*try_compiler()),
-        verdicts.judge_gpus(device_files, gpu_count, installed, visible),
+        verdicts.judge_gpus(device_files, gpu_count, found_versions, visible),
         *(_matmul_rows(measurements, gpu_count) if with_speed else []),
     ]
 
 
 def versions(measurements: Any) -> dict[str, str]:
-    """Return the versions that must be equal on all nodes; "none" with the reason if an import fails."""
+    """Return {name: version} of what must be equal on all nodes; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
         **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _FROM_TORCH.items()},
@@ -78,7 +78,7 @@ def versions(measurements: Any) -> dict[str, str]:
     }
 
 
-_FROM_TORCH: dict[str, Callable[[Any], str]] = {  # functions that read a version from the module `torch`
+_FROM_TORCH: dict[str, Callable[[Any], str]] = {  # {name: function that reads its version from the module `torch`}
     "torch": lambda torch: torch.__version__,
     "CUDA": lambda torch: torch.version.cuda or NONE,
     "NCCL": lambda torch: (
@@ -107,10 +107,10 @@ def source_version() -> str:
 def _disk_rows(folder: Path) -> list[Finding]:
     """Return a row for the free space of each folder."""
     folders = [  # (name, path, bytes below which to warn, bytes below which to fail)
-        # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
+        # Space for a corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
         ("disk, temporary", Path(tempfile.gettempdir()), GIB, GIB // 4),
-        # Ray's object store (75 MiB or more) and NCCL's buffers.
+        # Space for Ray's object store (75 MiB or more) and NCCL's buffers.
         ("shared memory", Path("/dev/shm"), GIB // 4, GIB // 12),
     ]
     return [
@@ -121,7 +121,7 @@ def _disk_rows(folder: Path) -> list[Finding]:
 
 
 def try_compiler() -> tuple[str, str, str]:
-    """Return the paths of the compiler and of Python.h ("": missing), and the error of a test build ("": none)."""
+    """Return (path of the compiler, path of Python.h, error of a test build); "" for a missing file and no error."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     header = str(path) if path.exists() else ""

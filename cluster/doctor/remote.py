@@ -1,6 +1,6 @@
 """Checks a cluster from a client, which needs access to its dashboard only.
 
-It submits a job that reports its findings, and then deletes the job.
+`check` submits a job that prints its findings, and then deletes the job.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ _STOP_SECONDS = 10.0  # time limit for stopping the job
 
 
 def check(measurement_module: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
-    """Check the cluster whose dashboard is at `address`, or the local one; its machines should share `folder`.
+    """Check the cluster whose dashboard is at `address`, or the local cluster; its machines should share `folder`.
 
     See `machine.check` for `measurement_module`, and `client.JobsClient` for `plain_http`.
 
     Raises:
         InputError: there is no such cluster, or it rejects the token.
-        MachineError: the cluster does not answer, or cannot run the job.
+        MachineError: the cluster does not respond, or cannot run the job.
     """
     cluster = client.JobsClient(address, plain_http=plain_http)
     access = Finding("access", "requires a token")
@@ -44,7 +44,7 @@ def check(measurement_module: str, address: str, folder: Path, *, plain_http: bo
             cluster.delete(name)
 
 
-def parse_findings(log: str, where: str, job: Any) -> list[Finding]:
+def parse_findings(log: str, job_name: str, job: Any) -> list[Finding]:
     """Return the findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
@@ -52,5 +52,5 @@ def parse_findings(log: str, where: str, job: Any) -> list[Finding]:
             return [Finding(**row) for row in json.loads(line.removeprefix(FINDINGS_PREFIX))]
     last = lines[-1].removeprefix("error: ") if lines else client.describe_state(job)
     raise MachineError(
-        f"{where}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
+        f"{job_name}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
     )

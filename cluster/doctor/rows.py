@@ -12,13 +12,13 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_MAX_NAMES = 3  # maximum number of nodes that a row names
+_MAX_NAMES = 3  # maximum number of node names in a row
 _WHERE_WIDTH = 16  # width of the column `where`: one address
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of the check `what`, on the node `where` (empty: here). `advice` is shown unless the mark is pass."""
+    """The finding of the check `what` on the node `where` ("": here). `advice` is shown unless the mark is pass."""
 
     what: str
     found: str
@@ -38,7 +38,7 @@ def mark_if_high(value: float, warn: float, fail: float) -> str:
 
 
 def show(rows: Sequence[Finding], console: Console) -> None:
-    """Print findings as a table, with advice unless they passed. Nodes that pass a check share one row."""
+    """Print findings as a table, with advice for warnings and failures. Nodes that pass a check share one row."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     has_nodes = any(row.where for row in rows)
     table.add_column()

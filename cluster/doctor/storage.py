@@ -1,4 +1,4 @@
-"""Checks that the nodes of a cluster share a folder and its locks: the job holds a lock, each node tries to take it."""
+"""Checks that nodes share a folder and its locks: the job holds a lock, and each node tries to take it."""
 
 import contextlib
 import secrets
@@ -18,22 +18,22 @@ _WRITE_ADVICE = "Allow all nodes to write there, or give another shared folder w
 
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
-    """Hold a new lock file in `folder` during the block. Yield (name of the file, None), or ("", the failure)."""
+    """Hold a new lock file in `folder` during the block. Yield (name of the file, None), or ("", the failed check)."""
     name = f".doctor-{secrets.token_hex(8)}.lock"
     with contextlib.ExitStack() as stack:
-        problem = None
+        failure = None
         try:
             if not folder.is_dir():  # `locked` would create it
                 raise InputError("is not a folder on this machine")
             stack.enter_context(locked(folder / name, _LOCKED))
             stack.callback((folder / name).unlink, missing_ok=True)
         except (OSError, RunError) as error:
-            problem = Finding("storage", f"{folder}: {error}", FAIL, _WRITE_ADVICE)
-        yield ("" if problem else name), problem
+            failure = Finding("storage", f"{folder}: {error}", FAIL, _WRITE_ADVICE)
+        yield ("" if failure else name), failure
 
 
 def try_lock(folder: Path, name: str) -> Finding:
-    """Check that the lock file `name`, which another process holds, is locked here, too; return this machine's row."""
+    """Return the row of this machine: whether the lock that another process holds on the file `name` is seen here."""
     deadline = time.monotonic() + SEEN_SECONDS
     while not (folder / name).exists():
         if time.monotonic() > deadline:
@@ -50,6 +50,6 @@ def try_lock(folder: Path, name: str) -> Finding:
         return Finding("storage", f"{folder}: {one_line(error)}", FAIL, _WRITE_ADVICE)
     advice = (
         "Mount it with locks that all nodes share (NFS: without nolock and local_lock; Lustre: -o flock). Without them "
-        "a second start of a run that is still running is not refused and would damage its folder."
+        "a run that is still running can be started a second time, which damages its folder."
     )
     return Finding("storage", f"{folder}: {text}", WARN, advice)

@@ -74,28 +74,26 @@ def judge_compiler(compiler: str, header: str, error: str) -> Finding:
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 
-def judge_gpus(device_files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
-    """Return the row of the GPUs; torch can use `count` of `device_files`. `visible` is CUDA_VISIBLE_DEVICES."""
-    if count and versions["NCCL"] == NONE:
-        return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a build of torch with NCCL.")
-    if count:
-        return Finding("GPUs", str(count))
-    if not device_files:
+def judge_gpus(total: int, usable: int, versions: Mapping[str, str], visible: str | None) -> Finding:
+    """Return the row of the GPUs; torch can use `usable` of `total`. `visible` is the value of CUDA_VISIBLE_DEVICES."""
+    if usable and versions["NCCL"] == NONE:
+        return Finding("GPUs", f"{usable}, but torch has no NCCL", FAIL, "Install a build of torch with NCCL.")
+    if usable:
+        return Finding("GPUs", str(usable))
+    if not total:
         return Finding("GPUs", "none: workers train on the CPU")
     if visible is not None:
-        return Finding(
-            "GPUs", f"{device_files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to use them."
-        )
+        return Finding("GPUs", f"{total}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to use them.")
     advice = (
         f"This torch ({versions['torch']}) is built for CPUs; install one for CUDA."
         if versions["CUDA"] == NONE
         else f"The driver does not support CUDA {versions['CUDA']} (see nvidia-smi): update it."
     )
-    return Finding("GPUs", f"{device_files} that torch cannot use", FAIL, advice)
+    return Finding("GPUs", f"{total} that torch cannot use", FAIL, advice)
 
 
 def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> Finding:
-    """Return the row of a device's matrix products, in FLOP/s."""
+    """Return the row of a device's speed of matrix products; `bf16` and `fp32` are in FLOP/s."""
     rates = f"{bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
     advice = "fp32 is faster than bf16 on this device, so engine.precision: auto trains in fp32. Do not set bf16."
     return Finding("matmul", f"{rates} ({device})", WARN if prefers_fp32 else PASS, advice)

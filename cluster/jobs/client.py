@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
 
 A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
-started twice at the same time, and submitting it again continues it. The cluster runs `cluster.jobs.entrypoint`.
+started twice at the same time, and submitting it again continues it. Each job runs `cluster.jobs.entrypoint`.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 _JOB_BYTES = 90 << 20  # memory that a job needs on the head node: 73 MiB for Ray's supervisor, 13 for our process
-_ANSWER_SECONDS = 5.0  # time limit for listing the nodes
+_LIST_SECONDS = 5.0  # time limit for listing the nodes
 _POLL_SECONDS = 0.5
-_MONITOR_SECONDS = 2.5  # time within which Ray's own monitor of a job notices its end
+_MONITOR_SECONDS = 2.5  # time within which Ray's own monitor notices the end of a job
 _AGENT_SECONDS = 20.0  # how long a new cluster may take to accept jobs
 _MAX_NODES = 10_000  # maximum number of nodes to list; by default a dashboard lists 100
-_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # they would override the address passed to Ray
-_NOT_FOUND = 127  # the exit code of a shell that does not find a command
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # they would override the address argument
+_NO_COMMAND = 127  # exit code of a shell that does not find the command
 _EXIT_CODE_MEANINGS = {
     InputError.exit_code: "your input is wrong; see its log",
     MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
     DivergedError.exit_code: "training diverged; see its log",
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
     NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
-    _NOT_FOUND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
+    _NO_COMMAND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
 }
 _NO_STEP, _STEP_LINE = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
-_SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
+_SAVED_STEP = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class Job:
 
 @dataclass(frozen=True, repr=False)
 class SubmittedJob:
-    """A job on a cluster, by the `name` of its run; the client `jobs` can return its log, stop it and wait for it."""
+    """A job on a cluster, named like its run. Its `client` can return its log, stop it and wait for it."""
 
     name: str
-    jobs: JobsClient
+    client: JobsClient
 
     def state(self) -> str:
-        """Return the state, such as "running", or why it stopped."""
-        return describe_state(self.jobs.get(self.name))
+        """Return the state, such as "running", or why the job stopped."""
+        return describe_state(self.client.get(self.name))
 
     def __repr__(self) -> str:
-        return f"{self.name}: submitted to {self.jobs.safe_url}."
+        return f"{self.name}: submitted to {self.client.safe_url}."
 
 
 class JobsClient:
@@ -115,17 +115,17 @@ class JobsClient:
         safe_url: the URL for messages, without credentials.
 
     Raises:
-        InputError: not a URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
-        MachineError: nothing answers there.
+        InputError: `address` is not a URL, or no local cluster runs; the token is wrong, or would be sent unencrypted.
+        MachineError: no dashboard responds at the address.
     """
 
     def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
         expect("jobs on a cluster", "ray")
         cluster = local.find_cluster() if not address else None
-        # How long a stopped job may save its last checkpoint before Ray kills it; Ray's default is 3 s. A cluster of
-        # `up` has set it already, and workers without a custom environment start sooner.
-        stop_limit = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
-        self._runtime_env = {} if cluster else stop_limit
+        # Time for a stopped job to save its last checkpoint before Ray kills it (Ray's default: 3 s). A cluster of `up`
+        # has this setting already, and workers without a custom environment start sooner.
+        stop_limit_env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
+        self._runtime_env = {} if cluster else stop_limit_env
         if not address and cluster is None:
             raise InputError(
                 f"No cluster is running on this machine. Give --address URL, or start one with {program()} up."
@@ -143,15 +143,15 @@ class JobsClient:
 
         logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # at INFO it reports each closed connection
         with self.one_line_errors():
-            self.client: JobSubmissionClient = JobSubmissionClient(self.address)
-            self.client.list_jobs()  # the constructor's request needs no token; this one does
+            self.ray_client: JobSubmissionClient = JobSubmissionClient(self.address)
+            self.ray_client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
-        """Return whether the cluster answers without a token, so that anyone who reaches it can run code there."""
+        """Return whether the cluster needs no token, so that anyone who can connect to it can run code there."""
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:
-        """Start the run, or continue it if it was started before. The job keeps running after this process exits.
+        """Start the run, or continue it if it was started before. Its job keeps running after this process exits.
 
         Args:
             job: the result of `cluster.jobs.submission.make_job`.
@@ -159,7 +159,7 @@ class JobsClient:
 
         Raises:
             InputError: the run is already running or queued.
-            MachineError: its workers do not fit on the cluster, or its head has no memory for more jobs.
+            MachineError: its workers do not fit on the cluster, or the cluster's head has no memory for more jobs.
         """
         if self.is_open():
             print(
@@ -168,10 +168,10 @@ class JobsClient:
                 file=sys.stderr,
             )
         jobs = self.jobs()
-        earlier = next((other for other in jobs if other.submission_id == job.name), None)
-        if earlier is not None and earlier.status not in FINISHED:
+        existing = next((other for other in jobs if other.submission_id == job.name), None)
+        if existing is not None and existing.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is already {describe_state(earlier, self.queued(jobs).get(job.name, ''))} on "
+                f"{job.name}: is already {describe_state(existing, self.queued(jobs).get(job.name, ''))} on "
                 f"{self.safe_url}. Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose "
                 "another name."
             )
@@ -179,19 +179,19 @@ class JobsClient:
         check_head(nodes, sum(other.status not in FINISHED for other in jobs), self.safe_url)
         if not wait_for_nodes:
             _check_capacity(nodes, job, self.safe_url)
-        if earlier is not None:
-            self._forget(earlier)
+        if existing is not None:
+            self._forget(existing)
         self.start(job.name, JOB_COMMAND, job_metadata(job))
         return SubmittedJob(job.name, self)
 
     def start(self, name: str, command: str, metadata: dict[str, str]) -> None:
-        """Run `command` on the cluster as a job of this name; `InputError` if a job of this name exists."""
+        """Run `command` on the cluster as a job of this name; `InputError` if there already is one."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.one_line_errors(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
             runtime_env = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
-                    self.client.submit_job(
+                    self.ray_client.submit_job(
                         submission_id=name, entrypoint=command, metadata=metadata, runtime_env=runtime_env
                     )
                     return
@@ -218,9 +218,9 @@ class JobsClient:
         return job
 
     def jobs(self) -> list[JobDetails]:
-        """List the submitted jobs in the order of their submission; other Ray drivers are left out."""
+        """List the submitted jobs, without other Ray drivers, in the order of their submission."""
         with self.one_line_errors():
-            jobs = [job for job in self.client.list_jobs() if job.submission_id]
+            jobs = [job for job in self.ray_client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
@@ -235,16 +235,16 @@ class JobsClient:
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
-            code = MachineError.exit_code if code in (None, 0, _NOT_FOUND) else code
+            code = MachineError.exit_code if code in (None, 0, _NO_COMMAND) else code
             return {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code), describe_state(job)
         log, folder = "", local_run(metadata["run_dir"])
         with contextlib.suppress(MachineError):  # a job that had not started has no log
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        saved = _SAVED.findall(log)
+        saved = _SAVED_STEP.findall(log)
         latest = saved[-1] if saved else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
-        if not latest and _STEP_LINE.search(log):  # killed before it reported, with its run folder on another machine
+        if not latest and _STEP_LINE.search(log):  # killed before it printed the step; its run folder is elsewhere
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
         if latest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"
@@ -252,12 +252,12 @@ class JobsClient:
 
     def _log(self, name: str) -> str:
         with self.one_line_errors():
-            return self.client.get_job_logs(name)
+            return self.ray_client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """Return {name: "queued behind OTHERS"} for the queued ones of `jobs`, the result of `jobs()`.
+        """Return {name: "queued behind OTHERS"} for the queued jobs among `jobs`, the result of `jobs()`.
 
-        For Ray a queued job is running, so the last line of its output is read; the oldest job never waits.
+        For Ray a queued job is running, so only the last line of its output tells. The oldest job never waits.
         """
         active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
         messages = {}
@@ -273,7 +273,7 @@ class JobsClient:
 
         self.get(name)
         loop = asyncio.new_event_loop()
-        chunks: Any = self.client.tail_job_logs(name)
+        chunks: Any = self.ray_client.tail_job_logs(name)
         try:
             while True:
                 try:
@@ -286,18 +286,18 @@ class JobsClient:
                         f"still be running: `logs -f {name}` follows it again."
                     ) from None
         finally:
-            for task in asyncio.all_tasks(loop):  # after Ctrl-C, the read in progress
+            for task in asyncio.all_tasks(loop):  # the read that Ctrl-C interrupted, if any
                 task.cancel()
                 loop.run_until_complete(asyncio.wait([task]))
             loop.run_until_complete(chunks.aclose())
             loop.close()
 
     def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
-        """Ask the job to save a checkpoint and finish, and wait for it; a finished job is not changed."""
+        """Ask the job to save a checkpoint and finish, and wait until it has; a finished job is not changed."""
         job = self.get(name)
         if job.status not in FINISHED:
             with self.one_line_errors():
-                self.client.stop_job(name)
+                self.ray_client.stop_job(name)
         return self.wait(name, seconds)
 
     def wait(
@@ -323,7 +323,7 @@ class JobsClient:
         elapsed = time.time() - (job.end_time or 0) / 1000
         time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - elapsed)))
         with self.one_line_errors():
-            self.client.delete_job(str(job.submission_id))
+            self.ray_client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
     def one_line_errors(self) -> Iterator[None]:
@@ -359,7 +359,7 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
 
 
 def check_head(nodes: list[dict[str, Any]], job_count: int, address: str) -> None:
-    """Raise `MachineError` if the head lacks memory for one more job: all jobs would fail with the head."""
+    """Raise `MachineError` if the head lacks memory for one more job, since all jobs would fail with the head."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (job_count + 1) * _JOB_BYTES > memory:
         raise MachineError(
@@ -375,9 +375,9 @@ def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
     try:
         nodes = list_nodes(
             address=dashboard,
-            filters=[("state", "=", "ALIVE")],  # Ray remembers a thousand dead nodes
+            filters=[("state", "=", "ALIVE")],  # Ray also lists up to a thousand dead nodes
             limit=_MAX_NODES,
-            timeout=int(_ANSWER_SECONDS),
+            timeout=int(_LIST_SECONDS),
             raise_on_missing_output=False,
         )
     except Exception as error:
@@ -388,7 +388,7 @@ def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
-    """Return a job's run folder. Without `address`, return None if no local cluster runs, or it has no such job."""
+    """Return a job's run folder. Without `address`, return None if no local cluster runs or if it has no such job."""
     if not address and local.find_cluster() is None:
         return None
     jobs = JobsClient(address, plain_http=plain_http)
@@ -450,7 +450,7 @@ def _training_progress(run_dir: Path) -> list[str]:
 
 
 def job_metadata(job: Job) -> dict[str, str]:
-    """Return the metadata, with all that `cluster.jobs.entrypoint` needs, so that no files are uploaded."""
+    """Return a job's metadata: all that `cluster.jobs.entrypoint` needs, so that no files are uploaded."""
     return {
         **({"runs": str(runs_folder())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,

@@ -15,7 +15,7 @@ from pretrain.common.wording import print_table
 if TYPE_CHECKING:
     from cluster.jobs.client import JobsClient
 
-LoadFunctions = Callable[[], Mapping[str, Callable[..., Any]]]  # returns the function that a job runs, by command
+LoadFunctions = Callable[[], Mapping[str, Callable[..., Any]]]  # returns {command: function that its job runs}
 
 
 def add_to(commands: Any, load_functions: LoadFunctions) -> None:
@@ -38,11 +38,11 @@ def _submit(load_functions: LoadFunctions, arguments: argparse.Namespace) -> int
     from cluster.jobs.submission import make_job, parse_run
 
     command, config, options = parse_run(arguments.run)
-    request = make_job(load_functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
-    job = _connect(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
+    job = make_job(load_functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
+    submitted = _connect(arguments).submit(job, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
-        return follow_log(job.jobs, job.name)
-    print(f"{job} Follow it with {program()} logs -f {job.name}")
+        return follow_log(submitted.client, job.name)
+    print(f"{submitted} Follow it with {program()} logs -f {job.name}")
     return 0
 
 

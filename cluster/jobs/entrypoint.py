@@ -1,4 +1,4 @@
-"""A job's process on the cluster: calls the function of the job's command. Training waits in the queue first.
+"""A job's process on the cluster: calls the function of the job's command. A training waits in the queue first.
 
 Ray starts it as `bertrain job`, with the metadata from `cluster.jobs.client` in the environment.
 """
@@ -14,11 +14,11 @@ from pretrain.common.addresses import RUNS_VARIABLE
 
 
 def run(load_functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Run the job. `load_functions` returns each command's function; it is called late, since its imports are slow."""
+    """Run the job. `load_functions` returns {command: function}; it is called late, since its imports are slow."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])
-    if "runs" in metadata and not os.environ.get(RUNS_VARIABLE):  # the cluster's own folder is preferred
+    if "runs" in metadata and not os.environ.get(RUNS_VARIABLE):  # a folder that the cluster sets takes precedence
         os.environ[RUNS_VARIABLE] = metadata["runs"]
     if "resumes" in metadata:
         wait_in_queue(name)

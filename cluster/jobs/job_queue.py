@@ -27,11 +27,11 @@ QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: q
 DONE = "finished"  # the last line of a finished training's output is `NAME: finished`
 
 _REQUEST_TIMEOUT_SECONDS = 10.0
-_UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not answer
+_UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not respond
 _STOP_CHECK_SECONDS = 0.5  # time between two checks whether the job was stopped
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 30.0  # time between two polls
-_MAX_NAMES = 3  # maximum number of jobs that a log line names
-_NODE_REFRESH_SECONDS = 60.0  # time after which the list of nodes is read again even if no job has finished
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 2.0, 30.0  # minimum and maximum time between two polls
+_MAX_NAMES = 3  # maximum number of job names in a log line
+_NODE_REFRESH_SECONDS = 60.0  # time between two reads of the list of nodes, unless a job finishes
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
 _FIND_DASHBOARD = (
@@ -48,18 +48,18 @@ class UnfinishedJob:
     min_workers: int
     max_workers: int
     cpus_per_worker: int  # number of CPUs per worker; 0: the cluster's CPUs are divided among the workers
-    submitted_at: int = 0  # Ray's start_time of the job; a later job of the same name has another
+    submitted_at: int = 0  # Ray's start_time of the job; a later job of the same name has another start_time
 
 
 def wait_in_queue(name: str) -> None:
     """Return when the unfinished jobs that were submitted before the job `name` leave enough capacity for it.
 
     So jobs start in the order of their submission, and none starves. Ray keeps the list of jobs, and chooses the nodes
-    of their workers.
+    for their workers.
 
     Raises:
         StoppedError: a SIGTERM arrived.
-        MachineError: the cluster's head did not answer for ten minutes.
+        MachineError: the cluster's head did not respond for ten minutes.
     """
     received_signals: list[int] = []
     previous_handler = signal.signal(signal.SIGTERM, lambda number, _: received_signals.append(number))
@@ -76,15 +76,15 @@ def wait_in_queue(name: str) -> None:
 def wait_for_turn(name: str, dashboard: Dashboard, is_stopped: Callable[[], bool]) -> None:
     """Wait until the job may start. Raises `StoppedError` if `is_stopped()` is true before that."""
     queue: Queue | None = None
-    answered_at, printed_ahead = time.monotonic(), ""  # `printed_ahead`: the jobs ahead, as last printed
+    responded_at, printed_ahead = time.monotonic(), ""  # last response of the head; jobs ahead, as last printed
     while True:
         try:
             if queue is None:
                 queue = Queue(name, dashboard)
-            may_start, answered_at = queue.poll(), time.monotonic()
+            may_start, responded_at = queue.poll(), time.monotonic()
         except MachineError:  # the head may be unreachable for a while
             may_start = False
-            if time.monotonic() - answered_at > _UNREACHABLE_SECONDS:
+            if time.monotonic() - responded_at > _UNREACHABLE_SECONDS:
                 raise
         if is_stopped():
             behind = f" behind {printed_ahead}" if printed_ahead else ""
@@ -99,7 +99,7 @@ def wait_for_turn(name: str, dashboard: Dashboard, is_stopped: Callable[[], bool
 
 
 def pause_seconds(num_ahead: int) -> float:
-    """Return the seconds between two polls with `num_ahead` jobs ahead; 100 waiting jobs send about 20 requests/s."""
+    """Return the seconds between polls with `num_ahead` jobs ahead: 100 waiting jobs send 20 requests/s in total."""
     return min(_MIN_PAUSE_SECONDS * (1 + num_ahead / 8), _MAX_PAUSE_SECONDS)
 
 
@@ -107,11 +107,11 @@ class Queue:
     """The job `name`, and the jobs ahead of it: the unfinished jobs that were submitted before it.
 
     Each poll reads the states of two jobs ahead: the oldest, which started first, and one of the others in turn. If
-    either has finished, two more are read immediately.
+    either has finished, the states of two more are read immediately.
 
     Raises:
         InputError: the dashboard does not list the job `name`.
-        MachineError: the dashboard does not answer.
+        MachineError: the dashboard does not respond.
     """
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
@@ -150,7 +150,7 @@ class Queue:
         return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted_at
 
     def _jobs_to_poll(self) -> list[UnfinishedJob]:
-        """Return the jobs ahead to read now: the oldest, and one of the others in turn."""
+        """Return the jobs ahead whose states are read now: the oldest, and one of the others in turn."""
         if len(self._ahead) < 2:
             return self._ahead
         self._next_index = self._next_index % (len(self._ahead) - 1) + 1
@@ -158,20 +158,20 @@ class Queue:
 
 
 def fits_behind(job: UnfinishedJob, ahead: Sequence[UnfinishedJob], nodes: Sequence[NodeSize]) -> bool:
-    """Return whether the workers of `job` fit on `nodes` together with the workers of the jobs ahead of it.
+    """Return whether the workers of `job` fit on `nodes` together with the workers of the jobs `ahead` of it.
 
     Jobs ahead reserve their maximum number of workers, `job` its minimum. If not even the minimum of a job ahead fits,
     that job waits for nodes, and no later job overtakes it.
     """
     free = [list(node) for node in nodes]
-    for earlier in ahead:
-        if _reserve_workers(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
+    for job_ahead in ahead:
+        if _reserve_workers(free, nodes, job_ahead, job_ahead.max_workers) < job_ahead.min_workers:
             return False
     return _reserve_workers(free, nodes, job, job.min_workers) == job.min_workers
 
 
 def _reserve_workers(free: list[list[int]], nodes: Sequence[NodeSize], job: UnfinishedJob, limit: int) -> int:
-    """Reserve free CPUs and GPUs for up to `limit` workers, each on the fullest node with room; return how many fit."""
+    """Reserve free CPUs and GPUs for up to `limit` workers, each on the fullest node where it fits; return how many."""
     try:
         cpus = job.cpus_per_worker or choose_elastic_cpus(nodes, job.min_workers, job.max_workers, 0, "")
     except MachineError:
@@ -188,7 +188,7 @@ def _reserve_workers(free: list[list[int]], nodes: Sequence[NodeSize], job: Unfi
 
 
 class Dashboard:
-    """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
+    """REST client of Ray's dashboard at `url`, with the cluster's token; `MachineError` if it does not respond."""
 
     def __init__(self, url: str) -> None:
         self._url, self._host = url, urlsplit(url).netloc
@@ -232,8 +232,8 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _parse_job(job: Mapping[str, Any]) -> UnfinishedJob:
-    requested = (int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker"))
-    return UnfinishedJob(job["submission_id"], *requested, submitted_at=job["start_time"] or 0)
+    worker_counts = (int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker"))
+    return UnfinishedJob(job["submission_id"], *worker_counts, submitted_at=job["start_time"] or 0)
 
 
 def find_dashboard() -> str:

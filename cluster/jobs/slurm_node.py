@@ -2,7 +2,7 @@
 
 srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (manifest slurm).
 `ray symmetric-run` would do the same, but its nodes notice only after a minute that the command has finished, and `ray
-stop` kills the Ray of other jobs, too. Here each node owns its Ray, which stops with it and leaves no temporary files.
+stop` kills the Ray of other jobs, too. Here the Ray of each node stops with this process and leaves no temporary files.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from pretrain.common.worker import JOB_VARIABLE
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # time within which the head's Ray must accept connections
 _MAX_REFUSALS = 3  # number of refused connections in a row after which the head's Ray is assumed to have stopped
-_CLEANUP_SECONDS = 10  # part of SLURM's KillWait that is reserved for the cleanup, which SIGKILL would prevent
+_CLEANUP_SECONDS = 10  # part of SLURM's KillWait that is reserved for the cleanup; then SLURM sends SIGKILL
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
-    """Run this node until the command on the first node finishes. Returns the exit code of srun's task.
+    """Run this node until the command on the first node finishes. Returns the exit code of this srun task.
 
-    Any code but 0 means that a node failed. The command's own exit code goes into a file.
+    Any code but 0 means that the node failed. The command's own exit code goes into a file.
     """
-    # The same path on all nodes, as Ray requires; no other job shares these nodes.
+    # Ray requires the same path on all nodes. No other job shares these nodes.
     folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
     os.environ["TMPDIR"] = str(folder)  # so that files of libraries are removed, too
     grace = _Grace()
@@ -43,7 +43,7 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
         try:
             _create_folder(folder)
             # Callbacks run in reverse order: the processes are killed, then their files are removed.
-            cleanup.callback(_remove, folder)
+            cleanup.callback(_remove_folder, folder)
             if os.environ["SLURM_NODEID"] == "0":
                 _run_head(folder, address, cpus, gpus, command, grace, cleanup)
             else:
@@ -55,24 +55,24 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
 
 
 class _Grace:
-    """The time to save a checkpoint after SIGTERM, sent to all processes of a canceled, requeued or timed-out job."""
+    """The time to save a checkpoint after SIGTERM, which all processes of a canceled, requeued or timed-out job get."""
 
     def __init__(self) -> None:
-        self._received: float | None = None  # when SIGTERM arrived
+        self._signaled_at: float | None = None  # arrival of the first SIGTERM
         signal.signal(signal.SIGTERM, self._on_signal)
         self._seconds = max(1, _kill_wait() - _CLEANUP_SECONDS)
 
     def has_expired(self) -> bool:
-        """Return whether that time has passed."""
-        return self._received is not None and time.monotonic() > self._received + self._seconds
+        """Return whether the time has passed."""
+        return self._signaled_at is not None and time.monotonic() > self._signaled_at + self._seconds
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._received is None:
-            self._received = time.monotonic()
+        if self._signaled_at is None:
+            self._signaled_at = time.monotonic()
 
 
 def _kill_wait() -> int:
-    """Return SLURM's KillWait in seconds, or its default where SLURM's commands are missing, as in a container."""
+    """Return SLURM's KillWait in seconds, or the default if SLURM's commands are missing, as in a container."""
     if not shutil.which("scontrol"):
         return 30
     config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
@@ -88,7 +88,7 @@ def _run_head(
     with without_stop_signals():
         ray = start_node(folder, cpus, [*options, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
     _await_head(address, grace, ray, folder)
-    # In a new session, so that all processes it starts can be killed.
+    # A new session, so that all processes that the command starts can be killed.
     process = subprocess.Popen(command, start_new_session=True)
     cleanup.callback(end_session, process.pid)
     while process.poll() is None and not grace.has_expired():
@@ -127,7 +127,7 @@ def _has_finished() -> bool:
 
 
 def _accepts_connection(address: str) -> bool | None:
-    """Return whether `address` accepts connections; None if unknown, as after a timeout."""
+    """Return whether `address` accepts connections; None if unknown, for example after a timeout."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
@@ -147,7 +147,7 @@ def _check_ray(ray: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _create_folder(folder: Path) -> None:
-    """Create the folder. First remove leftovers of this job's earlier starts, and other jobs' folders that are unused.
+    """Create the folder. First remove what earlier starts of this job left, and unused folders of other jobs.
 
     After the loss of another node SLURM may not have killed this node's processes, and a lost node has not cleaned up.
     """
@@ -159,14 +159,14 @@ def _create_folder(folder: Path) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     end_session(os.getsid(process.pid))
         if (path == folder or not users) and path.exists() and path.stat().st_uid == os.getuid():
-            _remove(path)
+            _remove_folder(path)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise MachineError(f"{os.uname().nodename}: {folder} exists and is not yours. Have it deleted.") from None
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Remove the folder; Ray's killed processes may still write there for a moment."""
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Makes jobs from configs. Whatever this machine can check is checked before anything is sent to a cluster."""
+"""Makes jobs from configs. All checks that this machine can make precede the submission to a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_job(
 
     Args:
         function: `pretrain.train`, `pretrain.prepare` or `finetune.train`; its module reads the config.
-        config, overrides, start_from: as for `pretrain.train`.
+        config, overrides, start_from: see `pretrain.train`.
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
@@ -81,7 +81,7 @@ def parse_run(arguments: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
 
 
 def _explicit_sections(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections `model` and `corpus` without defaults: the checkpoint on the cluster has the other values."""
+    """Return the sections `model` and `corpus` without defaults, since the checkpoint on the cluster provides these."""
     explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}

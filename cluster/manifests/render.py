@@ -15,6 +15,7 @@ from pretrain.common.errors import InputError, printable
 from pretrain.common.wording import counted
 from pretrain.config import RunConfig
 
+# {kind: (class of the section `place`, file name of the template)}
 KIND_SETTINGS = {"kuberay": (KubeRaySettings, "kuberay.yaml.j2"), "slurm": (SlurmSettings, "slurm.sbatch.j2")}
 
 
@@ -29,7 +30,7 @@ def render(
 
 
 def fill(kind: str, values: dict[str, Any], template: Path | None = None) -> str:
-    """Render the user's `template`, or the built-in one. `InputError` names the line of an error in the user's."""
+    """Render the user's `template`, or the built-in one. For an error in the user's, an `InputError` names the line."""
     builtin = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -48,7 +49,7 @@ def fill(kind: str, values: dict[str, Any], template: Path | None = None) -> str
 
 
 def tojson(value: Any) -> str:
-    """Return JSON that is also YAML on one line: line separators and invisible characters are escaped."""
+    """Return JSON that is also one line of YAML: line separators and invisible characters are escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
@@ -67,12 +68,12 @@ def block(text: str, indent: int) -> str:
 
 
 def comment(text: str) -> str:
-    """Return `text` as comment lines for YAML or a shell script, one for each line, whatever separates the lines."""
+    """Return `text` as comment lines for YAML or a shell script, one for each line; handles all line separators."""
     return "\n".join(f"# {printable(line)}".rstrip() for line in text.splitlines())
 
 
 def heredoc(text: str, command: str) -> str:
-    """Return shell lines that pass `text`, with a single line break at the end, to the standard input of `command`."""
+    """Return shell lines that pipe `text`, with a single line break at its end, into `command`."""
     lines, delimiter = text.rstrip("\n"), "CONFIG"
     while delimiter in lines.split("\n"):
         delimiter += "_"

@@ -17,11 +17,11 @@ from pretrain.common.addresses import cache_folder, local_path
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
-RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # the commands that train, after `python -m`
+RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # commands that train, without `python -m`
 # Regular expression with which pgrep finds the processes of a run that start.sh or `submit` started.
 _MODULES = "|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER))
 COMMAND_PATTERN = f"-m ({_MODULES})|/{JOB_COMMAND}"
-# Pattern of a name to which KubeRay can append suffixes so that it remains a DNS name (MaxRayJobNameLength).
+# Pattern of names that remain DNS names after KubeRay has appended its suffixes (MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
 
@@ -32,19 +32,19 @@ def template_values(
     config_type = create_model(
         f"{run_type.__name__}WithPlace",
         __base__=run_type,
-        # Validated even if the section is missing, so that the error names its required settings.
+        # The section is validated even if it is missing, so that the error names its required settings.
         place=(place_type, Field(default={}, validate_default=True)),
     )
     config: Any = yaml_settings.load(path, config_type, overrides)
     scheduling, place = config.scheduling, config.place
-    finetunes = not isinstance(config, PretrainConfig)
-    if finetunes and not getattr(config, "start_from", ""):
+    is_finetuning = not isinstance(config, PretrainConfig)
+    if is_finetuning and not getattr(config, "start_from", ""):
         raise InputError(f"{path}: start_from is empty. Give the checkpoint's folder there: --set start_from=DIR.")
-    if finetunes and place.prepare:
+    if is_finetuning and place.prepare:
         raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
     cpus = scheduling.cpus_per_worker or place.cpus_per_worker
     workers_per_node = min(scheduling.workers, place.workers_per_node)
-    # A stored run's folder must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
+    # On all nodes, the manifest sets BERTRAIN_RUNS to stored-runs, so a stored run's folder is relative to that.
     stored_folder = f"stored-runs/{local_path(config.address).relative_to(cache_folder())}" if config.address else ""
     cluster_scheduling = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
     return {
@@ -52,7 +52,7 @@ def template_values(
         "folder": stored_folder or str(config.folder),  # relative to the commands' working directory
         "run_dir": str(config.run_dir),
         "config": yaml_settings.dump(config.model_copy(update={"scheduling": cluster_scheduling}), exclude={"place"}),
-        "command": "finetune" if finetunes else "pretrain",
+        "command": "finetune" if is_finetuning else "pretrain",
         "nodes": _count_nodes(scheduling.workers, workers_per_node),
         "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / workers_per_node),
         "workers_per_node": workers_per_node,

@@ -10,10 +10,10 @@ from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, LocalPath, Section
 _OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # name of a Kubernetes object; may be empty
 _ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
-_WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
+_WORD = r"^[A-Za-z0-9_.,:@/+-]*$"  # value of an sbatch option; may be empty
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # expression of node features, with sbatch's operators
 _TIME = r"^(\d+-)?\d+(:\d\d){0,2}$"
-_START_SECONDS = 120  # time to start Ray and torch; includes a minute, by which SLURM's warning may come early
+_START_SECONDS = 120  # time to start Ray and torch, plus a minute: SLURM's warning may come that much early
 
 
 class ManifestSettings(Section):

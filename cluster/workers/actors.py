@@ -1,6 +1,6 @@
 """The worker processes of one attempt: Ray actors, each on its bundle of one placement group.
 
-Ray Core places the processes, starts them and reports which one died. A controller in between (Ray Train's) would be
+Ray Core places the processes, starts them and reports which one died. Ray Train is not used: its controller would be
 one more process that imports torch before the first step, and one more that can die.
 """
 
@@ -24,7 +24,7 @@ from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
 _REPORT_SECONDS = 2.0  # how long the other workers may take to report errors after the first one
-# Time limit for all processes to start after Ray has placed them; a head starts about a hundred per minute.
+# Time limit for all processes to start after Ray has placed them: Ray's head starts about a hundred per minute.
 _START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
 _POLL_SECONDS = 1.0  # interval of the checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
@@ -32,11 +32,11 @@ _MIG_PREFIX = "MIG-"
 
 
 class WorkersNotStartedError(Exception):
-    """The workers could not be started: the message has the reason; an empty one means a lack of capacity."""
+    """The workers could not be started: the message has the reason; an empty message means a lack of capacity."""
 
 
 class WorkersFailedError(Exception):
-    """Workers failed. `failures` maps ranks to errors: a `WorkerError` that a worker reported, or Ray's if it died."""
+    """Workers failed. `failures` maps ranks to errors: a worker's own `WorkerError`, or Ray's error if it died."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         super().__init__(failures)
@@ -100,7 +100,7 @@ class WorkerGroup:
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
         """Call `cluster.workers.target.run_worker` in each worker until all have finished; return the results by rank.
 
-        Raises `WorkersFailedError` soon after one fails, with the errors that others report by then.
+        Raises `WorkersFailedError` within about two seconds of the first failure, with all errors reported by then.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -159,10 +159,10 @@ class WorkerGroup:
                         f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
                     ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
-        _, late = ray.wait(calls, num_returns=len(calls), timeout=0)
-        nodes = self._node_addresses([calls.index(call) for call in late])
+        _, pending = ray.wait(calls, num_returns=len(calls), timeout=0)
+        nodes = self._node_addresses([calls.index(call) for call in pending])
         raise WorkersNotStartedError(
-            f"{len(late)} of {counted(len(calls), 'worker')} did not start within {limit:.0f} s "
+            f"{len(pending)} of {counted(len(calls), 'worker')} did not start within {limit:.0f} s "
             f"(scheduling.start_seconds), on {', '.join(nodes) or 'unknown nodes'}"
         )
 
@@ -171,9 +171,9 @@ class WorkerGroup:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        placed: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
+        node_ids: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return sorted({addresses[placed[worker]] for worker in workers if placed.get(worker) in addresses})
+        return sorted({addresses[node_ids[worker]] for worker in workers if node_ids.get(worker) in addresses})
 
     def _remove_group(self) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -182,7 +182,7 @@ class WorkerGroup:
 
 
 def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
-    """Request a placement group of `workers` bundles: pending until they fit; Ray's autoscaler starts nodes for it.
+    """Request a placement group of `workers` bundles; while it is pending, Ray's autoscaler starts nodes for it.
 
     Ray removes the group when this process exits. A request through `ray.autoscaler.sdk.request_resources` would
     outlive the process, and all users of a cluster share a single such request.
@@ -201,7 +201,7 @@ class WorkerLocation:
     node: str  # id of the node
     address: str  # address of the node
     port: int  # free port on the node
-    gpus: tuple[str, ...]  # indices, UUIDs or ids of MIG instances, as in CUDA_VISIBLE_DEVICES
+    gpus: tuple[str, ...]  # GPUs as in CUDA_VISIBLE_DEVICES: indices, UUIDs or ids of MIG instances
 
 
 class WorkerActor:
@@ -219,30 +219,30 @@ class WorkerActor:
 
     def run(self, attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
         if assignment.visible_gpus:
-            # All GPUs that the run uses on this machine, so that NCCL reaches its peers directly.
+            # All GPUs of the run on this machine, not only this worker's, so that NCCL reaches its peers directly.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(assignment.visible_gpus)
         return run_worker(attempt, assignment)
 
 
-PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # start of a worker's process title
+PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # prefix of each worker's process title
 
 
 def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
-    """Return the rank assignment of each worker, in the order of `locations`; all connect at the address of rank 0."""
-    sizes = Counter(location.node for location in locations)
+    """Return the rank assignment of each worker, in the order of `locations`; all workers connect to rank 0."""
+    workers_per_node = Counter(location.node for location in locations)
     local_ranks: Counter[str] = Counter()
     assignments = []
     for rank, location in enumerate(locations):
         gpus_on_node = {gpu for other in locations if other.node == location.node for gpu in other.gpus}
         visible = sorted(gpus_on_node, key=_gpu_sort_key)
         if any(gpu.startswith(_MIG_PREFIX) for gpu in visible):
-            visible = location.gpus  # a process can use only one MIG instance: the first that the variable lists
+            visible = location.gpus  # a process can use only one MIG instance, the first that is visible
         assignments.append(
             RankAssignment(
                 rank=rank,
                 world_size=len(locations),
                 local_rank=local_ranks[location.node],
-                local_world_size=sizes[location.node],
+                local_world_size=workers_per_node[location.node],
                 address=location.address,
                 master=locations[0].address,
                 port=locations[0].port,
@@ -254,5 +254,5 @@ def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
 
 
 def _gpu_sort_key(gpu: str) -> tuple[bool, int, str]:
-    """Return the sort key of a GPU: indices come first, by value, then UUIDs and ids of MIG instances."""
+    """Return the sort key of a GPU: indices come first, in numeric order, then UUIDs and ids of MIG instances."""
     return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

@@ -8,11 +8,11 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, MachineError
 
-_TIMEOUT_SECONDS = 3.0  # time limit for the dashboard's answer
+_TIMEOUT_SECONDS = 3.0  # time limit for the dashboard's response
 
 
 def redact_credentials(address: str) -> str:
-    """Return an address, not necessarily a valid URL, with `***` instead of user and password."""
+    """Replace user and password in an address, not necessarily a valid URL, with `***`."""
     prefix, at, host = address.rpartition("@")
     scheme = prefix.partition("//")[0] + "//" if "//" in prefix else ""
     return f"{scheme}***@{host}" if at else address
@@ -29,17 +29,17 @@ def redact_error(error: BaseException, address: str) -> str:
 
 
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
-    """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
+    """Check that `address` is the URL of a dashboard that responds, and that no secret leaves this machine unencrypted.
 
-    Secrets are this process's token, if it has one, and user and password in the URL, which some services accept
-    instead of a token. Afterwards this process's requests to a dashboard on this machine bypass any proxy.
+    Secrets are this process's token, if it has one, and the user and password in the URL, which some services accept
+    instead of a token. If the dashboard is on this machine, later requests of this process to it bypass any proxy.
 
     Args:
         plain_http: whether secrets may be sent to other machines over http, unencrypted.
 
     Raises:
         InputError: `address` is not a URL, or a secret would leave this machine unencrypted; nothing was sent yet.
-        MachineError: nothing answers there.
+        MachineError: no server responds there.
     """
     parts = _split_url(address)
     is_local = _is_local(str(parts.hostname))
@@ -50,7 +50,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
         _bypass_proxy(address, str(parts.hostname))
     import requests
 
-    try:  # Ray's own client would wait for an answer forever
+    try:  # Ray's own client would wait for a response forever
         requests.get(f"{address.rstrip('/')}/api/version", timeout=_TIMEOUT_SECONDS)
     except (requests.RequestException, ValueError) as error:
         raise MachineError(
@@ -66,8 +66,8 @@ def answers_without_token(address: str) -> bool:
     try:
         with requests.get(
             f"{address.rstrip('/')}/api/jobs/", timeout=_TIMEOUT_SECONDS, stream=True, allow_redirects=False
-        ) as answer:
-            return answer.status_code == requests.codes.ok
+        ) as response:
+            return response.status_code == requests.codes.ok
     except requests.RequestException:
         return False
 

@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _REPORTED_WAIT_SECONDS = 10.0  # shorter waits are not reported
-_LOCAL_SECONDS = 10.0  # maximum wait for a local Ray, which gets no further nodes but may be slow to answer
+_LOCAL_SECONDS = 10.0  # maximum wait for a local Ray, which gets no more nodes but may be slow to respond
 _MAX_EXTRA_WORKERS = 64  # how many workers beyond the minimum are requested from an autoscaler
 
 # Waits before scaling up: a restart costs about a minute, and nodes that are started together join one by one.
 _STEADY_SECONDS = 2.0  # minimum time with unchanged capacity, so that a flapping node does not restart everything
 _SETTLE_SECONDS = 120.0  # minimum time without another new node, unless all workers fit
 _COOL_DOWN_SECONDS = 600.0  # minimum time since the start of the workers, unless all workers fit
-_MAX_DELAY_SECONDS = 1800.0  # once more workers have fit for this long, the two times above no longer matter
+_MAX_DELAY_SECONDS = 1800.0  # if more workers have fit for this long, the two minimum times above do not apply
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def find_capacity(
     """Return how many of the request's workers fit on `nodes`.
 
     Args:
-        own_workers: number of this run's workers by node id, to leave out what others use; None counts all resources.
+        own_workers: number of this run's workers by node id, to count only free resources and theirs; None counts all.
         avoid: ids of nodes to leave out.
-        min_workers: the result is 0 workers if fewer fit; None uses the request's minimum.
+        min_workers: if fewer workers fit, the result is 0 workers; None means the request's minimum.
     """
     cpus = request.cpus_per_worker
 
@@ -86,10 +86,10 @@ def find_capacity(
 
     staying = [node for node in nodes if not node.draining]
     usable = [node for node in staying if node.id not in avoid]
-    low = request.required_workers if min_workers is None else min_workers
-    # Not derived from the free GPUs, since all may be in use.
+    minimum = request.required_workers if min_workers is None else min_workers
+    # Derived from all GPUs, not from the free ones: all may be in use.
     use_gpu = any(node.gpus for node in usable) if request.use_gpu is None else request.use_gpu
-    workers = fitting_workers([size_of(node) for node in usable], low, request.workers, cpus, use_gpu)
+    workers = fitting_workers([size_of(node) for node in usable], minimum, request.workers, cpus, use_gpu)
     return Capacity(usable, workers, frozenset(node.id for node in staying))
 
 
@@ -102,14 +102,14 @@ def wait_for_capacity(
 ) -> Capacity:
     """Return the capacity as soon as it suffices, or the insufficient capacity after `wait_for_nodes_seconds`.
 
-    During the wait, Ray's autoscaler sees the missing resources as demand, and the log and the command `status` (which
-    reads a file in the run's logs) show them.
+    During the wait, Ray's autoscaler sees the missing resources as demand; the log shows the wait, and so does the
+    command `status`, from a file in the run's logs.
 
     Args:
         only_free: count only free resources. Do not set it after a crash: Ray frees the crashed workers' resources
             with a delay.
         avoid: ids of nodes to leave out.
-        deadline: end of the wait, by `time.monotonic`; None waits as long as the request allows.
+        deadline: end of the wait, by `time.monotonic`; None: the wait may take as long as the request allows.
 
     Raises `StoppedError` if a stop is requested before or during the wait.
     """
@@ -118,13 +118,13 @@ def wait_for_capacity(
         deadline = start + wait_limit(request)
     with _Demand(request, avoid, only_free) as demand, _Notice(request.launch.run_dir) as notice:
         while True:
-            capacity, missing = _measure(request, only_free, avoid, demand)
+            capacity, message = _check(request, only_free, avoid, demand)
             waited = time.monotonic() - start
             request.launch.check_stop()
             if capacity.workers or time.monotonic() > deadline:
                 return replace(capacity, waited_seconds=waited)
             if waited > POLL_SECONDS:  # most waits end at the second check
-                notice.show(missing)
+                notice.show(message)
                 demand.request(capacity.nodes)
             time.sleep(POLL_SECONDS)
 
@@ -137,8 +137,8 @@ def wait_limit(request: LaunchRequest) -> float:
 class ScaleUp:
     """Decides when to restart the workers because more of them would fit.
 
-    It restarts them immediately if all workers of the request would fit; otherwise once no more nodes join and the
-    workers have run for a while, so that many new nodes cost one or two restarts instead of one each.
+    The restart is due immediately if all workers of the request would fit. Otherwise it is due once no more nodes join
+    and the workers have run for a while, so that many new nodes cost one or two restarts instead of one each.
 
     Args:
         workers: number of running workers.
@@ -166,7 +166,7 @@ class ScaleUp:
         return settled or (steady_seconds >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
 
 
-def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
+def _check(request: LaunchRequest, only_free: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
     """Return the current capacity, with 0 workers if it does not suffice, and a message about what is missing."""
     own_workers = {} if only_free else None
     needed = request.required_workers
@@ -193,9 +193,9 @@ def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], de
 class _Demand:
     """The resource demand of a waiting run: placement groups that Ray's autoscaler sees, removed after the wait.
 
-    The minimum number of workers is one group, which an autoscaler serves as a whole. An elastic run requests the
-    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. With `only_free`
-    it does not: single workers would take all resources that become free, and the group would never be placed.
+    The minimum number of workers is one group, which an autoscaler serves as a whole. An elastic run requests further
+    workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. With `only_free` it
+    requests none: single workers would take all resources that become free, and the group would never be placed.
     """
 
     def __init__(self, request: LaunchRequest, avoid: Collection[str], only_free: bool) -> None:
@@ -205,7 +205,7 @@ class _Demand:
 
     @property
     def needs_gpus(self) -> bool:
-        """True if each worker takes a GPU; if the request does not say so, if an autoscaler may start GPU nodes."""
+        """True if each worker takes a GPU or, if the request leaves it open, if an autoscaler may start GPU nodes."""
         if self._needs_gpus is None:
             self._needs_gpus = bool(self._request.address) and autoscaled_gpus() > 0
         return self._needs_gpus
@@ -216,9 +216,9 @@ class _Demand:
             return
         with_gpu = self.needs_gpus or any(node.gpus for node in nodes)
         resources = process_resources(self._request.cpus_per_worker or 1, with_gpu)
-        low, high = self._request.required_workers, self._request.workers
-        extra = 0 if self._only_free else min(high - low, _MAX_EXTRA_WORKERS)
-        for size in [low] + [1] * extra:
+        minimum, maximum = self._request.required_workers, self._request.workers
+        extra = 0 if self._only_free else min(maximum - minimum, _MAX_EXTRA_WORKERS)
+        for size in [minimum] + [1] * extra:
             self._groups.append(request_bundles(size, resources, self._avoid))
 
     def placed_workers(self) -> int:
@@ -269,7 +269,7 @@ class _Notice:
             write_json(self._path, {"time": self._start_time, "message": message})
 
     def __enter__(self) -> _Notice:
-        self._remove()  # the file of a driver that was killed while it waited
+        self._remove()  # in case an earlier driver was killed while it waited
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,18 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-_LOST_SECONDS = 60.0  # a crash is explained by the loss of one of its nodes within this time
+_LOST_SECONDS = 60.0  # how long after a crash the loss of one of its nodes still explains it
 _NODE_SECONDS = 24 * 3600.0  # how long a crash counts against its node
-_CRASHES_OF_A_BAD_NODE = 2  # crashes within that time that make a node a bad one
-_MIN_ALLOWED_LOSSES = 10  # how many crashes with lost nodes and no new checkpoint are always allowed
-_LOSSES_PER_FAILURE = 3  # how many such crashes are allowed for each of the max_failures, if that is more
+_BAD_NODE_CRASHES = 2  # number of crashes within that time after which a node is avoided
+# Limit of crashes with lost nodes, without a new checkpoint: this number, or this factor times max_failures if larger.
+_MIN_ALLOWED_LOSSES, _LOSSES_PER_FAILURE = 10, 3
 
 
 @dataclass(frozen=True)
 class _Crash:
     time: float
     nodes: frozenset[str]  # ids of the nodes of all workers
-    blamed: str  # id of the node whose worker crashed first; empty if unknown
+    blamed_node: str  # id of the node whose worker crashed first; empty if unknown
 
 
 class CrashHistory:
@@ -36,20 +36,20 @@ class CrashHistory:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._counted: list[_Crash] = []
         self._crashes: list[_Crash] = []
-        self._addresses: dict[str, str] = {}
+        self._counted: list[_Crash] = []  # crashes that count towards the limit
+        self._addresses: dict[str, str] = {}  # addresses of nodes, by id
         self.losses = 0
 
-    def add(self, nodes: Mapping[str, str], blamed: str, *, has_new_checkpoint: bool) -> None:
+    def add(self, nodes: Mapping[str, str], blamed_node: str, *, has_new_checkpoint: bool) -> None:
         """Record that workers crashed.
 
         Args:
             nodes: address of each node with workers, by id.
-            blamed: id of the node of the worker that crashed first; empty if unknown.
+            blamed_node: id of the node of the worker that crashed first; empty if unknown.
             has_new_checkpoint: whether a checkpoint was written since the previous crash.
         """
-        crash = _Crash(self._clock(), frozenset(nodes), blamed)
+        crash = _Crash(self._clock(), frozenset(nodes), blamed_node)
         if has_new_checkpoint:
             self._counted, self.losses = [], 0
         self._counted.append(crash)
@@ -58,7 +58,7 @@ class CrashHistory:
 
     def add_failed_start(self, nodes: Collection[str]) -> None:
         """Record that workers did not start on the nodes with these ids, for a reason other than a lack of capacity."""
-        start = _Crash(self._clock(), frozenset(nodes), blamed="")
+        start = _Crash(self._clock(), frozenset(nodes), blamed_node="")
         self._counted.append(start)
         self._crashes.append(start)
 
@@ -69,9 +69,9 @@ class CrashHistory:
         """
         lost: set[str] = set()
         for crash in list(self._crashes):
-            missing = crash.nodes.difference(staying)
-            if missing and self._clock() - crash.time <= _LOST_SECONDS:
-                lost |= missing
+            lost_now = crash.nodes.difference(staying)
+            if lost_now and self._clock() - crash.time <= _LOST_SECONDS:
+                lost |= lost_now
                 self._crashes.remove(crash)
                 self._counted = [other for other in self._counted if other is not crash]
                 self.losses += 1
@@ -79,7 +79,7 @@ class CrashHistory:
 
     @property
     def exhausted(self) -> bool:
-        """True if more crashes count than the limit allows."""
+        """True if more crashes were counted than the limit allows."""
         return len(self._counted) > self._limit
 
     @property
@@ -90,5 +90,5 @@ class CrashHistory:
     def bad_nodes(self) -> dict[str, str]:
         """Return the address of each node on which workers crashed twice within a day, by id."""
         now = self._clock()
-        crashes = Counter(crash.blamed for crash in self._crashes if now - crash.time <= _NODE_SECONDS and crash.blamed)
-        return {node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE}
+        counts = Counter(crash.blamed_node for crash in self._crashes if now - crash.time <= _NODE_SECONDS)
+        return {node: self._addresses[node] for node, count in counts.items() if node and count >= _BAD_NODE_CRASHES}

@@ -35,12 +35,12 @@ from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=DriverRequest)
+T = TypeVar("T", bound=DriverRequest)
 
 # Time limits:
 _CONNECT_SECONDS = 3.0  # for the port of the cluster to accept a connection
-_ANSWER_SECONDS = 6.0  # for Ray to answer at that port; with _CONNECT_SECONDS less than 10
-_JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
+_RESPONSE_SECONDS = 6.0  # for Ray to respond at that port; the sum of both limits stays below 10 s
+_JOIN_SECONDS = 60.0  # for a cluster that responds to accept this driver
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 
 _POLL_SECONDS = 0.5
@@ -51,7 +51,7 @@ _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 # Environment variables of the driver, which Ray passes to its workers and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # by default, the load of all processes is measured every 5 s
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # default: Ray measures the load of all processes every 5 s
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -80,16 +80,16 @@ def _run(request: LaunchRequest) -> None:
     required = request.required_workers
     events: list[dict[str, Any]] = []
 
-    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], nodes_name: str) -> LaunchRequest:
         if request.address:
             capacity = wait_for_capacity(request)
             events.extend(capacity.events())
             nodes = capacity.sizes
             if seconds := request.wait_for_nodes_seconds:
-                where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
+                nodes_name += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
         else:
             nodes = find_sizes()
-        cpus = choose_elastic_cpus(nodes, required, request.workers, request.cpus_per_worker, where)
+        cpus = choose_elastic_cpus(nodes, required, request.workers, request.cpus_per_worker, nodes_name)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     if not request.address:  # checked before torch and Ray are loaded
@@ -103,22 +103,22 @@ def _run(request: LaunchRequest) -> None:
 
 
 @contextlib.contextmanager
-def ray_session(request: R, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
+def ray_session(request: T, fit_to_nodes: Callable[[Callable[[], Sequence[NodeSize]], str], T]) -> Iterator[T]:
     """Start a local Ray or join the cluster at `request.address`; leave it at the end. Yields the fitted request.
 
     Args:
-        fit_to_nodes: called with a function that returns the nodes' sizes, and with their name for messages. Returns
-            the request with the values that depend on the nodes; raises `MachineError` if the request does not fit. A
-            local Ray is started with only the CPUs that this request needs.
+        fit_to_nodes: called with a function that returns the nodes' sizes, and a name of the nodes for messages.
+            Returns the request with the values that depend on the nodes; raises `MachineError` if it does not fit.
+            A local Ray starts with only the CPUs that the returned request needs.
     """
-    set_token_variables(request.address)  # Ray reads it while it is imported
+    set_token_variables(request.address)  # Ray reads them when it is imported
     import ray
 
     if request.address:
         with _exits_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
-        where = f"the cluster at {request.address}"
-        fitted = fit_to_nodes(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
+        nodes_name = f"the cluster at {request.address}"
+        fitted = fit_to_nodes(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], nodes_name)
     else:
         fitted = fit_to_nodes(_local_sizes, _local_name())
         with _exits_on_stop(request.launch):
@@ -144,7 +144,7 @@ def set_token_variables(address: str) -> None:
 
 
 def _start_ray(request: DriverRequest) -> None:
-    """Start a local Ray with only the cores that are needed, closed to everyone without this run's token."""
+    """Start a local Ray with only the cores that the request needs. Clients need this run's token."""
     import ray
 
     if Path("/sys/class/net/lo").exists():
@@ -182,10 +182,10 @@ def _trim_node() -> None:
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
-    """Join the cluster at `address`. Raises `MachineError` within 10 s if none answers, `InputError` for a bad token.
+    """Join the cluster at `address`. Raises `MachineError` within 10 s if none responds, `InputError` for a bad token.
 
-    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, another thread
-    calls `on_timeout` with the error and exits this process.
+    A cluster that responds may take longer to accept this driver, for example on a busy machine. If Ray hangs, another
+    thread calls `on_timeout` with the error and exits this process.
     """
     host, _, port = address.rpartition(":")
     advice = "Check scheduling.address, and that the cluster runs and accepts this machine."
@@ -197,10 +197,10 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` does
     from ray.exceptions import AuthenticationError
 
-    no_ray = f"The server at {address} did not answer as Ray within {_ANSWER_SECONDS:.0f} s. {advice}"
+    no_ray = f"The server at {address} did not answer as Ray within {_RESPONSE_SECONDS:.0f} s. {advice}"
     too_slow = f"Ray at {address} did not accept this driver within {_JOIN_SECONDS:.0f} s. {advice}"
     try:
-        with _exits_after(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
+        with _exits_after(_RESPONSE_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
         time_limit = _exits_after(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
         with time_limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
@@ -213,8 +213,8 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
 
 
 def _runtime_env(scratch: Path) -> dict[str, Any]:
-    """Return the runtime environment in which workers find this project and the user's modules. In a job it is empty:
-    workers inherit the job's environment, and start sooner without a custom one."""
+    """Return the runtime environment in which workers find this project and the user's modules. In a Ray job it is
+    empty: workers inherit the job's environment, and start sooner without a custom one."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     return ship_modules({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
@@ -291,14 +291,14 @@ def _local_name() -> str:
     return f"this machine ({socket.gethostname()})"
 
 
-def exit_with_parent(parent: int, folder: Path | None = None) -> None:
-    """Kill this session and remove `folder` once `parent` has exited: a killed launcher leaves no processes or files.
+def exit_with_parent(parent_pid: int, folder: Path | None = None) -> None:
+    """Once the parent process exits, kill this session and remove `folder`, so that a killed launcher leaves nothing.
 
     The parent may have exited already, since this process imports much before it calls this function.
     """
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent_pid:
             time.sleep(_POLL_SECONDS)
         end_session(os.getsid(0))
         if folder is not None:

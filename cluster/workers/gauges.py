@@ -15,9 +15,9 @@ GAUGES = {
 
 
 class Gauges:
-    """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
+    """A callback that sets the metrics `ray_bertrain_*{run=NAME}` of this process's node."""
 
-    every_rank = True  # called on all ranks that get this callback, not only on rank 0
+    every_rank = True  # hooks run on all ranks that get this callback, not only on rank 0
 
     def __init__(self, run: str, restarts: int) -> None:
         from ray.util.metrics import Gauge

@@ -1,4 +1,4 @@
-"""Runs a function in worker processes until it returns; raises its `RunError`, or a `MachineError` after crashes.
+"""Runs a function in worker processes. Raises the function's `RunError`, or a `MachineError` after too many crashes.
 
 A child process (`cluster.workers.driver`) runs the workers, and Ray if it is needed, in a separate session. So this
 process keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang
@@ -52,7 +52,7 @@ _KILL_SECONDS = 5.0  # how long the killed processes of a session may take to di
 
 # Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
-# Maximum length of its parent's path: Ray's unix sockets are deep in it, and their paths may have at most 107 bytes.
+# Maximum length of the private folder's parent path: Ray's unix sockets, deep inside, need paths of <= 107 bytes.
 _MAX_PARENT_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 
@@ -89,13 +89,13 @@ def run(
         address: "host:port" of a Ray cluster, whose nodes must see the same files. Empty starts a local Ray, which only
             this run can use, and stops it when this function returns.
         in_ray: use Ray even for a single local worker, which is otherwise a child process of the driver.
-        min_workers: if not 0, between this number and `workers` run, as many as fit on the cluster: fewer when nodes
-            are lost or drained, more when nodes join.
+        min_workers: minimum number of processes. As many as fit on the cluster run: fewer when nodes are lost or
+            drained, more when nodes join. 0 means `workers`.
         wait_for_nodes_seconds: how long each start of the workers waits for nodes, if too few workers fit.
-        start_seconds: time limit for starting the placed processes; 0: a limit that grows with their number.
+        start_seconds: time limit for starting the placed processes; 0 means a limit that grows with their number.
 
     Raises:
-        MachineError: the workers do not fit on the machine or cluster, or it is not reached within 10 s.
+        MachineError: the workers do not fit on the machine or cluster, or no cluster responds within 10 s.
     """
 
     def make_request(launch: Launch) -> LaunchRequest:
@@ -131,11 +131,11 @@ def run_driver(
     Signals have the same effects as in `run`.
 
     Args:
-        make_request: returns the driver's request for a launch.
+        make_request: called with the new launch; returns the request for the driver.
         poll: called about four times a second, in this thread; None: not called.
     """
     check_address(address)
-    if sys.version_info < (3, 11):  # which ignores PYTHONSAFEPATH (`environment`)
+    if sys.version_info < (3, 11):  # Python 3.10 ignores PYTHONSAFEPATH (see `environment`)
         check_not_shadowed(*MARKER_FOLDERS, path=[str(Path.cwd()), str(_PROJECT)])
     run_dir = Path(run_dir).absolute()
     with disk_errors(run_dir):
@@ -231,7 +231,7 @@ def end_session(session: int) -> None:
 
 
 def _session_processes(session: int) -> list[int]:
-    """List the ids of a session's processes, without zombies and this process."""
+    """List the ids of a session's processes, except zombies and this process."""
     pids = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
@@ -269,7 +269,7 @@ def interpreter(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with this project first on the path, so that workers find it anywhere.
+    """Return this process's environment with this project first in PYTHONPATH, so that workers find it anywhere.
 
     PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the user's folder instead
     (Python 3.11 on; 3.10 ignores it).
@@ -281,9 +281,8 @@ def environment() -> dict[str, str]:
 class Signals:
     """In this context, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
-    The stop file in the folder of this scheduler job also sets the flag; each job of the run has another folder.
-
-    If the flag cannot be written, as when storage fails for a while, the write is repeated.
+    A stop file in the folder of this scheduler job also sets the flag. Different scheduler jobs have different folders.
+    If the flag cannot be written, for example during a storage outage, the write is repeated.
     """
 
     def __init__(self, stop_flag: Flag):
@@ -324,13 +323,13 @@ class Signals:
                 "Ctrl-C stops it immediately, without a checkpoint.",
                 file=sys.stderr,
             )
-        self._set_flag(Path())  # at once: the current folder exists
+        self._set_flag(Path())  # immediately, since the current folder exists
 
-    def _set_flag(self, file: Path) -> None:
-        """Set the stop flag as soon as `file` exists; repeat a write that fails."""
+    def _set_flag(self, trigger: Path) -> None:
+        """Set the stop flag as soon as the file `trigger` exists; repeat a write that fails."""
         while not self._exited.wait(_POLL_SECONDS):
             with contextlib.suppress(OSError):
-                if file.exists():
+                if trigger.exists():
                     self._flag.set()
                     return
 

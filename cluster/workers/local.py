@@ -22,7 +22,7 @@ from pretrain.common.wording import counted
 
 # How long a stopped job may take to save its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
-NODE_LOG = "nodes.log"  # name of the log of all nodes that use a folder
+NODE_LOG = "nodes.log"  # log file in the cluster's folder, shared by all nodes of this machine
 
 # Program of a node: runs `ray start`; once `up` has exited, it kills the node's session and removes the folder.
 NODE_PROGRAM = """import pathlib, sys
@@ -34,9 +34,9 @@ main()"""
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """The cluster of `up`, as stored for the other commands."""
+    """The local cluster that `up` runs, as its state file describes it to the other commands."""
 
-    folder: str  # private folder (mode 0700) of Ray's session and the token
+    folder: str  # private folder (mode 0700) with Ray's session and the token
     address: str  # host:port, for scheduling.address
     dashboard: str  # URL of the dashboard, to which jobs are submitted
 
@@ -66,7 +66,7 @@ def up(nodes: int, cpus_per_node: int) -> None:
         with disk_errors(_state_file()):
             write_json(_state_file(), asdict(cluster))
         cleanup.callback(_state_file().unlink, missing_ok=True)
-        use_token(cluster)  # Ray reads it while it is imported
+        use_token(cluster)  # Ray reads the token when it is imported
         head_options = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
         head_options.append(f"--temp-dir={folder}/{RAY_FOLDER}")
         head = start_node(folder, cpus, head_options, cleanup)
@@ -85,7 +85,7 @@ def up(nodes: int, cpus_per_node: int) -> None:
 
 def find_cluster() -> LocalCluster | None:
     """Return the cluster that `up` runs on this machine; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: a file of another version
+    with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: another version wrote the file
         cluster = LocalCluster(**json.loads(_state_file().read_text(encoding="utf-8")))
         if cluster.token_file.exists():
             socket.create_connection(("127.0.0.1", int(cluster.dashboard.rpartition(":")[2])), timeout=1).close()
@@ -100,7 +100,7 @@ def use_token(cluster: LocalCluster) -> None:
 
 
 def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start a node as the leader of a new session, which `cleanup` kills; its log is in `folder`."""
+    """Start `ray start` with `arguments` in a new session, which `cleanup` kills; the log is in `folder`."""
     python = interpreter(folder)
     options = ["--block", f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}", *arguments]
     options.append(f"--dashboard-agent-listen-port={_free_port()}")  # the default is one port for the whole machine
@@ -112,8 +112,8 @@ def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextli
                     **environment(),
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
                     "RAY_USAGE_STATS_ENABLED": "0",
-                    "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver sets it for its workers
-                    # A job's command is `bertrain`, which must be the one of this interpreter.
+                    "MALLOC_ARENA_MAX": "1",  # see cluster.workers.driver
+                    # The command `bertrain` of jobs must be the one that belongs to this interpreter.
                     "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },
                 stdin=subprocess.DEVNULL,
@@ -131,7 +131,7 @@ def _await_nodes(cluster: LocalCluster, count: int, processes: list[subprocess.P
     from ray.util.state import list_nodes
 
     while True:
-        with contextlib.suppress(Exception):  # it does not answer yet
+        with contextlib.suppress(Exception):  # the dashboard does not respond yet
             if len(list_nodes(cluster.dashboard, timeout=3)) == count:
                 return
         if any(process.poll() is not None for process in processes):

@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_CONNECT_SECONDS = 1.0  # time limit for a node's answer
+_CONNECT_SECONDS = 1.0  # time limit for connecting to a node
 
 NodeSize = tuple[int, int]  # (CPUs, GPUs)
 
@@ -30,16 +30,16 @@ def choose_cpus(
     nodes: Sequence[NodeSize],
     workers: int,
     cpus_per_worker: int,
-    where: str,
+    name: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
-    """Return the number of CPUs per worker with which `workers` of them fit on `nodes`.
+    """Return the number of CPUs per worker with which this number of workers fits on `nodes`.
 
     If any node has GPUs, each worker takes one.
 
     Args:
         cpus_per_worker: fixed number of CPUs; 0 means as many as fit.
-        where: name of the machine or cluster, for the error.
+        name: name of the machine or cluster, for the error.
         setting: name of the setting to lower, for the error.
 
     Raises:
@@ -48,37 +48,37 @@ def choose_cpus(
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
         raise MachineError(
-            f"{where} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
+            f"{name} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
             f"{setting} to {gpus} or less."
         )
-    most_cpus = max((cpu for cpu, _ in nodes), default=0)
-    choices = [cpus_per_worker] if cpus_per_worker else range(most_cpus, 0, -1)
+    largest_node = max((cpu for cpu, _ in nodes), default=0)
+    choices = [cpus_per_worker] if cpus_per_worker else range(largest_node, 0, -1)
     for choice in choices:
         if _count_fitting(nodes, choice) >= workers:
             return choice
     raise MachineError(
-        f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
+        f"{name} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
         f"{cpus_per_worker or 1} each. "
         f"Set {setting} or scheduling.cpus_per_worker lower."
     )
 
 
 def fitting_workers(
-    nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, use_gpu: bool | None = None
+    nodes: Sequence[NodeSize], minimum: int, maximum: int, cpus_per_worker: int, use_gpu: bool | None = None
 ) -> int:
-    """Return how many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do.
+    """Return how many workers fit on `nodes`, at most `maximum`; 0 if fewer than `minimum` fit.
 
     Args:
         use_gpu: whether each worker takes a GPU; None means yes if any node has GPUs.
     """
-    workers = min(high, _count_fitting(nodes, cpus_per_worker or 1, use_gpu))
-    return workers if workers >= low else 0
+    workers = min(maximum, _count_fitting(nodes, cpus_per_worker or 1, use_gpu))
+    return workers if workers >= minimum else 0
 
 
-def choose_elastic_cpus(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """Return the CPUs per worker with which the most of `low` to `high` workers fit; see `choose_cpus`."""
-    workers = fitting_workers(nodes, low, high, cpus_per_worker) or low
-    return choose_cpus(nodes, workers, cpus_per_worker, where)
+def choose_elastic_cpus(nodes: Sequence[NodeSize], minimum: int, maximum: int, cpus_per_worker: int, name: str) -> int:
+    """Return the CPUs per worker with which as many workers as possible fit, up to `maximum`; see `choose_cpus`."""
+    workers = fitting_workers(nodes, minimum, maximum, cpus_per_worker) or minimum
+    return choose_cpus(nodes, workers, cpus_per_worker, name)
 
 
 def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:
@@ -87,26 +87,26 @@ def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:
 
 
 def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
-    """List the nodes that are alive and answer. Ray itself takes some seconds to notice that a node is lost.
+    """List the alive nodes that accept connections. Ray itself takes some seconds to notice that a node is lost.
 
-    Raises one of Ray's errors if the head does not answer within `timeout` seconds.
+    Raises one of Ray's errors if the head does not respond within `timeout` seconds.
     """
     import ray
     from ray._private.state import state
 
-    draining, free = _draining_ids(timeout), state.available_resources_per_node()
+    draining, available = _draining_ids(timeout), state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
         if node["Alive"] and _accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"]):
-            resources, unused = node["Resources"], free.get(node["NodeID"], {})
+            resources, free = node["Resources"], available.get(node["NodeID"], {})
             nodes.append(
                 Node(
                     node["NodeID"],
                     int(resources.get("CPU", 0)),
                     int(resources.get("GPU", 0)),
                     node["NodeID"] in draining,
-                    int(unused.get("CPU", 0)),
-                    int(unused.get("GPU", 0)),
+                    int(free.get("CPU", 0)),
+                    int(free.get("GPU", 0)),
                 )
             )
     return nodes

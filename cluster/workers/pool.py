@@ -1,6 +1,6 @@
 """A `concurrent.futures` executor that runs jobs on a Ray cluster, through Ray Data.
 
-As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session; jobs and their
+As in training (`cluster.workers.launch`), Ray's driver is a child process in a separate session. Jobs and their
 results pass through a pipe. The child makes one Ray Dataset of all waiting jobs, with one block per job. Ray Data
 runs one task per job, on any node with a free core, and repeats it if its process or node dies.
 """
@@ -39,7 +39,7 @@ _LEAVE_SECONDS = 10.0  # how long the child may take to leave the cluster when a
 # Environment variables of the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # retries when memory runs out; by default unlimited
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # number of retries after running out of memory; default: unlimited
 }
 # Not `-m cluster.workers.pool`: the tasks could not find functions of `__main__`.
 _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -78,7 +78,7 @@ class RayPool(Executor):
         processes: how many jobs run in parallel; 0 means one for each core of the cluster.
 
     Raises:
-        MachineError: the cluster is not reached within 10 s or has no cores.
+        MachineError: the cluster does not respond within 10 s or has no cores.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RayPool(Executor):
         self._waiting: list[tuple[int, bytes]] = []
         self._futures: dict[int, Future[Any]] = {}
         self._closing = False
-        self._error: RunError | None = None  # why the child exited
+        self._error: RunError | None = None  # the error of the futures without a result, once the child has exited
         self._reader: threading.Thread | None = None
         self._start(PoolRequest(address, processes, str(Path.cwd()), pickle.dumps((initializer, initargs))))
 
@@ -215,10 +215,10 @@ def _set_outcome(future: Future[Any], tag: str, value: Any) -> None:
 # ---------------------------------------------------------------- the child: Ray's driver
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent_pid: int) -> None:
     """Join the cluster that the first message names; then run each list of jobs, until None or the parent's exit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    exit_with_parent(parent)
+    exit_with_parent(parent_pid)
     os.set_inheritable(descriptor, False)
     os.environ.update(_RAY_ENVIRONMENT)
     with Connection(descriptor) as connection:
@@ -234,7 +234,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(request: PoolRequest, connection: Connection) -> None:
-    set_token_variables(request.address)  # Ray reads it while it is imported
+    set_token_variables(request.address)  # Ray reads them when it is imported
     join_ray(request.address, lambda error: connection.send(("error", as_data(error))))
     import ray.data
 
@@ -262,7 +262,7 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    # Each batch is one block, which is one job, as soon as it is ready.
+    # Each batch is one block, that is, one job; it arrives as soon as it is ready.
     batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     advice = "run the same command again; it resumes."
     try:
@@ -288,7 +288,7 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
 
 # ---------------------------------------------------------------- the tasks
 
-_initialized_with: tuple[bytes, str] | None = None  # arguments of the latest `_initialize` in this process
+_initialized_with: tuple[bytes, str] | None = None  # arguments of the last `_initialize` call in this process
 
 
 def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Commands that start separate processes; stop scripts in manifests find the processes by them."""
+"""Commands of separate processes, by which the stop scripts in manifests find these processes."""
 
-DRIVER = "cluster.workers.driver"  # module of a training run's Ray driver, after `python -m`
+DRIVER = "cluster.workers.driver"  # module of a training run's Ray driver, which runs as `python -m MODULE`
 JOB_COMMAND = "bertrain job"  # the command of a submitted job

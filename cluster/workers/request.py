@@ -1,4 +1,4 @@
-"""Requests of a launcher to its driver, and of a driver to its workers: immutable, and sent pickled."""
+"""Requests of a launcher to its driver, and of a driver to its workers: immutable, and pickled to be sent."""
 
 import time
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Launch:
         run_dir: absolute path of the run folder.
         working_dir: folder in which workers resolve relative paths.
         ray_dir: private temporary folder, for a local Ray and for files of the driver.
-        outcome_path: file to which the driver writes how the launch finished.
+        outcome_path: file to which the driver writes the error of the launch, or null for success.
         since: start time of the launch, in nanoseconds by the clock of the run folder's file system.
-        launcher_pid: process id of the launcher; when it exits, so does its driver.
+        launcher_pid: process id of the launcher, with which the driver exits.
         stored_runs: folder for the local files of runs in an object store, the same in all workers.
     """
 
@@ -78,7 +78,7 @@ class DriverRequest:
 
 @dataclass(frozen=True)
 class LaunchRequest(DriverRequest):
-    """One training in `workers` processes, with as many attempts as it takes.
+    """One training in `workers` processes, with as many attempts as necessary.
 
     Attributes:
         training: argument of the target in the first attempt.
@@ -87,7 +87,7 @@ class LaunchRequest(DriverRequest):
         cpus_per_worker: number of cores per process; 0 until the nodes are known, unless the user set it.
         in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
         wait_for_nodes_seconds: how long the run waits for nodes if the cluster is too small.
-        start_seconds: time limit for the placed workers to start; 0: a limit that grows with their number.
+        start_seconds: time limit for the placed workers to start; 0 means a limit that grows with their number.
     """
 
     training: TrainingRequest
@@ -111,7 +111,7 @@ class LaunchRequest(DriverRequest):
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One call of the target with `training`; logs go to `run_dir`/logs/worker-0.log."""
+    """One call of the target with `training`; its output goes to `run_dir`/logs/worker-0.log."""
 
     run_dir: Path
     training: TrainingRequest
@@ -141,9 +141,9 @@ class Attempt:
 
     Attributes:
         request: request of the launch, the same for all attempts.
-        number: 0-based number of the attempt.
+        number: 0-based index of the attempt.
         workers: number of workers that this attempt starts.
-        training: argument of the target in this attempt, with its `resume` and `events`.
+        training: argument of the target in this attempt, with the attempt's `resume` and `events`.
         avoid: ids of the nodes on which no worker is placed.
     """
 

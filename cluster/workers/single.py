@@ -1,6 +1,6 @@
 """The worker of a run with one worker on this machine: a child of the driver. Ray would start three servers for it.
 
-It has the interface of `actors.WorkerGroup`, so the supervisor restarts it after crashes as it does Ray's workers.
+`SingleWorker` has the interface of `actors.WorkerGroup`, so the supervisor restarts it after crashes, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
-_EXIT_SECONDS = 10.0  # how long the process may take to exit after it sent its outcome
+_EXIT_SECONDS = 10.0  # how long the process may take to exit after it has sent its outcome
 
 
 class SingleWorker:
@@ -27,9 +27,9 @@ class SingleWorker:
         self._process: Any = None
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
-        """Call `cluster.workers.target.run_worker` in the process; return its result.
+        """Call `cluster.workers.target.run_worker` in the process; return the list of its result.
 
-        Raises `WorkersFailedError` with the `WorkerError` that it raised, or with a `ChildProcessError` if it died.
+        Raises `WorkersFailedError` with the `WorkerError` that it raised, or a `ChildProcessError` if the process died.
         """
         context = multiprocessing.get_context("spawn")  # a fork would inherit this process's threads
         receiver, sender = context.Pipe(duplex=False)

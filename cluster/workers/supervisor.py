@@ -30,16 +30,16 @@ from pretrain.common.worker import HANG_FILE
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 20  # time limit for the cluster to reserve resources for the workers
-NODE_LOSS_SECONDS = 8.0  # how long to wait for Ray to notice a lost node, if the run would end otherwise
+NODE_LOSS_SECONDS = 8.0  # how long the end of a run is delayed for Ray to notice a lost node
 
 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
     """Run the workers until they finish, with as many restarts as needed.
 
-    Each attempt has as many workers as fit on the cluster, from `min_workers` to `workers`; if too few fit, it waits
-    for nodes. A crash uses one of `max_failures` restarts, and a new checkpoint resets the count. A preemption or
-    resizing uses none, but many preemptions without a new checkpoint end the run, too. Nodes on which workers crashed
-    twice are avoided if the other nodes suffice.
+    Each attempt has as many workers as fit on the cluster, from `min_workers` to `workers`; if too few fit, the run
+    waits for nodes. A crash uses up one of `max_failures` restarts, and a new checkpoint resets the count. A preemption
+    or resizing uses up none, but many preemptions without a new checkpoint end the run, too. Nodes on which workers
+    crashed twice are avoided if the other nodes suffice.
 
     Args:
         request: request whose `cpus_per_worker` and `use_gpu` are known.
@@ -62,9 +62,9 @@ class _Supervisor:
         self._run_dir = request.launch.run_dir
         self._crashes = CrashHistory(request.max_failures)
         self._latest_step = _latest_step(self._run_dir)
-        self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
-        self._busy_until: float | None = None  # end of the wait for free resources; None: used resources count, too
-        self._reported: set[str] = set()  # ids of the bad nodes that an event has reported
+        self._usable_ids: list[str] = []  # ids of the nodes on which the latest attempt may place workers
+        self._busy_until: float | None = None  # end of the wait for free resources; None: resources in use count, too
+        self._reported_nodes: set[str] = set()  # ids of the avoided nodes that an event has reported
 
     def run(self) -> None:
         for number in itertools.count():
@@ -89,29 +89,29 @@ class _Supervisor:
     def _next_attempt(self, number: int) -> Attempt:
         """Wait until the cluster has capacity for an attempt, and return the attempt."""
         avoid = self._nodes_to_avoid()
-        for node in avoid.keys() - self._reported:
+        for node in avoid.keys() - self._reported_nodes:
             message = (
                 f"node {avoid[node]}: workers crashed on it twice within a day, so no more are placed there. It is "
-                "used again a day later, when Ray was restarted on it, when the others do not suffice, or when the run "
+                "used again after a day, after a restart of its Ray, if the other nodes do not suffice, or if the run "
                 "is started with --resume."
             )
             logger.warning("%s", message)
             self._events.append(new_event("left_out", message))
-        self._reported.update(avoid)
-        workers = self._choose_size(avoid)
+        self._reported_nodes.update(avoid)
+        workers = self._wait_for_workers(avoid)
         training = self._request.training
         training = replace(training, resume=training.resume or number > 0, events=tuple(self._events))
         return Attempt(self._request, number, workers, training, frozenset(avoid))
 
     def _nodes_to_avoid(self) -> dict[str, str]:
         """Return the bad nodes' addresses by id if the run fits on the other nodes; else {}."""
-        bad = self._crashes.bad_nodes()
+        bad_nodes = self._crashes.bad_nodes()
         with contextlib.suppress(Exception):  # the head may be unreachable for a while
-            if bad and find_capacity(usable_nodes(), self._request, avoid=bad).workers:
-                return bad
+            if bad_nodes and find_capacity(usable_nodes(), self._request, avoid=bad_nodes).workers:
+                return bad_nodes
         return {}
 
-    def _choose_size(self, avoid: Mapping[str, str]) -> int:
+    def _wait_for_workers(self, avoid: Mapping[str, str]) -> int:
         """Return how many workers fit; `StoppedError` if the cluster stays too small, or a stop is requested."""
         if not self._request.in_ray:
             self._request.launch.check_stop()
@@ -126,13 +126,13 @@ class _Supervisor:
                 f"{StoppedError.CONTINUE}"
             )
         self._events += capacity.events()
-        self._usable = [node.id for node in capacity.nodes]
+        self._usable_ids = [node.id for node in capacity.nodes]
         if self._request.address:
             self._crashes.forgive(capacity.staying)  # by now Ray may have noticed more lost nodes
         return capacity.workers
 
     def _after_crash(self, crash: AttemptCrashed, attempt: Attempt, monitor: NodeMonitor) -> dict[str, Any]:
-        """Return the event that explains the restart; raise an error if there will be none."""
+        """Return the event that explains the restart; raise an error if the run must end."""
         hang = hang_event(self._run_dir, since=monitor.start_time)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
@@ -152,15 +152,15 @@ class _Supervisor:
         return new_event(kind, reason)
 
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
-        """Return the event that explains the restart, or raise an error. An empty reason means a lack of capacity."""
+        """Return the event that explains the restart, or raise an error. The reason "" means a lack of capacity."""
         request = self._request
         if reason:
-            self._crashes.add_failed_start(self._usable)
+            self._crashes.add_failed_start(self._usable_ids)
         if reason and (lost := self._forgive()):
             reason = f"lost the node {', '.join(lost)} ({reason})"
             gives_up = self._crashes.lost_too_often
         else:
-            # This size was chosen from all resources; at least one more attempt counts only free ones.
+            # The number of workers was chosen by all resources, also used ones. Now count only the free ones.
             is_first = self._busy_until is None
             self._busy_until = self._busy_until or time.monotonic() + wait_limit(request)
             is_late = not is_first and time.monotonic() > self._busy_until
@@ -171,7 +171,7 @@ class _Supervisor:
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """Forgive crashes that lost nodes explain; return these nodes. If the run would end, wait for Ray to notice."""
+        """Forgive crashes that lost nodes explain, and return these nodes. Wait for Ray if the run would end."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + NODE_LOSS_SECONDS
@@ -188,12 +188,12 @@ class _Supervisor:
         log = self._run_dir / LOGS / f"worker-{rank}.log"
         bad = ", ".join(self._crashes.bad_nodes().values()) if self._request.address else ""
         where = f" Workers crashed repeatedly on {bad}: check that machine." if bad else ""
-        spent = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
+        limit = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
         if not self._crashes.exhausted:
-            spent = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
+            limit = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
             where += " A machine out of memory may lose Ray together with its workers: check its memory first."
         return MachineError(
-            f"{log}: {reason}, and {spent}. The last line of the log: {last_line(log)!r}.{where} "
+            f"{log}: {reason}, and {limit}. The last line of the log: {last_line(log)!r}.{where} "
             "Fix the cause and run the same command with --resume."
         )
 
@@ -215,7 +215,7 @@ class NodeMonitor:
         self._thread = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
 
     def start(self, locations: Sequence[WorkerLocation]) -> None:
-        """Start to watch the nodes of these workers, given by rank."""
+        """Start to watch the nodes of the workers at `locations`, which are in the order of ranks."""
         self._locations = locations
         if self._attempt.request.address:  # a local Ray has a single node, which never drains
             self._thread.start()
@@ -288,7 +288,7 @@ class AttemptCrashed(Exception):
 
 
 def run_attempt(attempt: Attempt, on_start: Callable[[Sequence[WorkerLocation]], None]) -> None:
-    """Start the workers and wait until they finish; `on_start` is called with their locations, by rank."""
+    """Start the workers and wait until they finish; `on_start` is called with their locations, ordered by rank."""
     start = attempt.number + 1
     since = time.monotonic()
     try:
@@ -310,14 +310,14 @@ def _create_workers(attempt: Attempt) -> WorkerGroup | SingleWorker:
     if not request.in_ray:
         return SingleWorker()
     resources = process_resources(request.cpus_per_worker, request.use_gpu)
-    stop, start_seconds = request.launch.check_stop, request.start_seconds
-    return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop, start_seconds)
+    check_stop, start_seconds = request.launch.check_stop, request.start_seconds
+    return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, check_stop, start_seconds)
 
 
 def failure_cause(failures: dict[int, Exception]) -> Exception:
     """Return the exception of a failed attempt: the `RunError` of the lowest rank, else the crash that came first.
 
-    A process that died takes precedence over a worker that reported a crash, perhaps since its peer was gone.
+    A process that died takes precedence over workers that report a crash, which may only follow from its death.
     """
     reported = [(rank, error) for rank, error in failures.items() if isinstance(error, WorkerError)]
     for _, error in sorted(reported, key=lambda item: item[0]):
@@ -327,7 +327,7 @@ def failure_cause(failures: dict[int, Exception]) -> Exception:
     if dead:
         logger.error("worker %d: %s", dead[0], failures[dead[0]])
         return AttemptCrashed(dead[0], "its process died (killed, or out of memory)")
-    # The first to fail; the others only report that a peer was gone.
+    # The first crash is the cause; the others only report that a peer was gone.
     rank, error = reported[0]
     return AttemptCrashed(rank, error.message)
 
@@ -338,7 +338,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
-    """Return (event, rank that caused it, reason) if a watchdog has killed the workers since that time."""
+    """Return (event, rank that caused it, reason) if a watchdog has killed the workers after the time `since`."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if hang["time"] >= since:

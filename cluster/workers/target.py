@@ -1,4 +1,4 @@
-"""Runs in each worker process: calls the target with its `Worker`, and returns the outcome as plain data."""
+"""The code of each worker process: calls the target with its `Worker`, and returns the outcome as plain data."""
 
 import contextlib
 import faulthandler
@@ -38,15 +38,15 @@ class RankAssignment:
     local_world_size: int
     address: str  # address of this worker's node, for the other workers
     master: str  # address of rank 0's node
-    port: int
-    visible_gpus: tuple[str, ...] = ()  # value of CUDA_VISIBLE_DEVICES, split
+    port: int  # port of rank 0
+    visible_gpus: tuple[str, ...] = ()  # entries of CUDA_VISIBLE_DEVICES
 
 
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
-    """Call the request's target in this worker. Returns None when it has finished its work.
+    """Call the request's target in this worker. Returns None when the target has finished its work.
 
-    All workers stop or diverge together; that error is returned, so that each worker can finish its log. Other errors
-    may affect only this worker, while the others wait in a collective: they raise `WorkerError`, and Ray kills all.
+    All workers stop or diverge together; that error is returned as data, so that each worker can finish its log. Any
+    other error, after which the others may wait in a collective, is raised as a `WorkerError`: Ray then kills them all.
     """
     request = attempt.request
     launch = request.launch

@@ -1,6 +1,6 @@
 """Runs a function many times through Ray Tune, each time in a new process, as many in parallel as fit on the nodes.
 
-As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session.
+As in training (`cluster.workers.launch`), Ray's driver is a child process in a separate session.
 """
 
 import json
@@ -41,7 +41,7 @@ def run_trials(
             index of the trial -> its error, or None for success.
         parallel: number of parallel trials. 0 means one for each GPU; without GPUs one for each machine, since shared
             cores make every trial slower.
-        cpus_per_trial: 0 divides the cores among the parallel trials.
+        cpus_per_trial: number of cores per trial; 0 divides the cores among the parallel trials.
 
     Raises:
         StoppedError: a stop was requested.
@@ -51,9 +51,9 @@ def run_trials(
     finished: set[int] = set()
 
     def make_request(launch: Launch) -> TrialsRequest:
-        settings = (launch, target, name, address, max_failures, None)
+        driver_fields = (launch, target, name, address, max_failures, None)
         absolute_trials = tuple(replace(trial, run_dir=trial.run_dir.absolute()) for trial in trials)
-        requests.append(TrialsRequest(*settings, absolute_trials, parallel=parallel, cpus_per_trial=cpus_per_trial))
+        requests.append(TrialsRequest(*driver_fields, absolute_trials, parallel, cpus_per_trial))
         return requests[0]
 
     def read_outcomes() -> None:
@@ -65,18 +65,18 @@ def run_trials(
     run_driver(__name__, make_request, address=address, run_dir=run_dir, poll=read_outcomes)
 
 
-# ---------------------------------------------------------------- in the driver
+# ---------------------------------------------------------------- the code of the driver
 
 
 def choose_parallel(
-    nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
+    nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, nodes_name: str
 ) -> tuple[int, int]:
-    """Return (parallel trials, CPUs of each) on `nodes`; 0 is automatic (`run_trials`). `MachineError` if none fits."""
+    """Return (number of parallel trials, CPUs of each); for 0 see `run_trials`. `MachineError` if not even one fits."""
     gpus = sum(node_gpus for _, node_gpus in nodes)
     count = min(trials, parallel or gpus or len(nodes))
     while True:
         try:
-            return count, choose_cpus(nodes, count, cpus_per_trial, where, "--parallel")
+            return count, choose_cpus(nodes, count, cpus_per_trial, nodes_name, "--parallel")
         except MachineError:
             if parallel or count <= 1:
                 raise
@@ -86,9 +86,9 @@ def choose_parallel(
 def _run(request: TrialsRequest) -> None:
     """Start or join Ray, run all trials, then leave Ray."""
 
-    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> TrialsRequest:
+    def fit_to_nodes(find_sizes: Callable[[], Sequence[NodeSize]], nodes_name: str) -> TrialsRequest:
         nodes = find_sizes()
-        count, cpus = choose_parallel(nodes, len(request.trials), request.parallel, request.cpus_per_trial, where)
+        count, cpus = choose_parallel(nodes, len(request.trials), request.parallel, request.cpus_per_trial, nodes_name)
         return replace(request, parallel=count, cpus_per_trial=cpus, use_gpu=any(gpus for _, gpus in nodes))
 
     with ray_session(request, fit_to_nodes) as fitted_request:

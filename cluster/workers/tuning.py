@@ -24,7 +24,7 @@ _WORKER_LOG = "worker-0.log"
 _TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # these loggers would copy the metrics
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the trials' logs have them
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # they are in the trials' logs
 }
 
 

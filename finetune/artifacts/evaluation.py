@@ -42,7 +42,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
     lines = []
     for name, examples in examples_by_set.items():
         result = SetResult.of(task, examples, predictor.predict(examples))
-        name = _free_name(name, scored_file, metrics)
+        name = _unused_name(name, scored_file, metrics)
         metrics[name] = {"scores": result.scores, "details": result.details, "file": scored_file}
         path = out / PREDICTIONS / f"{name}.jsonl"
         write_predictions(path, task, examples, result.predictions, inputs=[scored_file] if scored_file else [])
@@ -54,7 +54,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """Return the default folder for results: in the run folder, or next to an export (others may use the export)."""
+    """Return the default folder for results: in the run folder, or next to an export, which must not change."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run_model = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run_model else f"{folder.name}-evaluation")
@@ -62,8 +62,8 @@ def _evaluation_folder(folder: Path) -> Path:
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
     """Return the examples of the config's dev sets and labeled test sets, by name."""
-    tests = {name: examples for name, examples in task.test_sets().items() if task.is_labeled(examples)}
-    return {**task.read_held_out(), **tests}
+    test_sets = {name: examples for name, examples in task.test_sets().items() if task.is_labeled(examples)}
+    return {**task.read_held_out(), **test_sets}
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _read_metrics(path: Path) -> dict[str, Any]:
     return metrics
 
 
-def _free_name(name: str, scored_file: str | None, metrics: Mapping[str, Any]) -> str:
+def _unused_name(name: str, scored_file: str | None, metrics: Mapping[str, Any]) -> str:
     """Return `name`, with a suffix -2, -3, ... if `metrics` has results of another file under this name."""
     candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(name for name in candidates if name not in metrics or metrics[name].get("file") == scored_file)

@@ -65,15 +65,15 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 def write_onnx(model: PaddedModel, path: Path) -> float:
     """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of its logits from torch's.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are stored in a second file next to it.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB go to a second file next to `path`.
 
     Raises:
-        MachineError: they differ by more than rounding.
+        MachineError: the logits differ by more than rounding errors.
     """
     import torch
 
     dynamic_axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
-    # The other inputs have the same shape; torch warns about repeated axis names.
+    # The other inputs have the same shape, but name no axes: torch warns about repeated names.
     dynamic_axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
     with _silence_exporter():
         program = torch.onnx.export(

@@ -21,7 +21,7 @@ class PaddedModel(PaddedEncoder):
 
     Args:
         released: the weights of encoder and head, and the model family.
-        head: kind of head.
+        head: the model's kind of head.
     """
 
     def __init__(self, released: Released, head: Head) -> None:
@@ -44,7 +44,7 @@ class PaddedModel(PaddedEncoder):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return logits from inputs int64 [B, L]: [B, C] for sequence, [B, L, C] for tokens, two [B, L] for spans."""
+        """Return logits from inputs int64 [B, L]; by head: sequence [B, C], tokens [B, L, C], spans two of [B, L]."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head != "sequence":
             logits_BLC = self._apply_output(self._apply_layers(hidden_BLH))
@@ -71,13 +71,13 @@ class PaddedModel(PaddedEncoder):
 
 
 def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the mean over each sequence's tokens without padding, [B, H]."""
+    """Return the mean over each sequence's tokens, ignoring padding, [B, H]."""
     weights_BL1 = attention_mask[..., None].to(hidden_BLH.dtype)
     return (hidden_BLH * weights_BL1).sum(1) / weights_BL1.sum(1)
 
 
 def _maximum(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the maximum over each sequence's tokens without padding, [B, H]."""
+    """Return the maximum over each sequence's tokens, ignoring padding, [B, H]."""
     lowest = torch.finfo(hidden_BLH.dtype).min
     return torch.where(attention_mask[..., None] == 0, lowest, hidden_BLH).amax(1)
 

@@ -28,7 +28,7 @@ def predict(
     Args:
         model: the folder of a fine-tuned model.
         source: a file; `STANDARD_INPUT` or a pipe is read line by line, and the prediction of each line is printed
-            immediately. Lines before an invalid line are predicted.
+            immediately. An invalid line is an error, after the predictions of the lines before it.
         out: file to write atomically, then its name and the number of predictions are printed. None: print the
             predictions.
         fields: a single record, used instead of `source`, with the keys text, pair, question, context.
@@ -81,7 +81,7 @@ def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
 
 
 def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decode lines as UTF-8 and not by the locale: a container's locale may accept invalid bytes."""
+    """Decode lines as UTF-8, whatever the locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -38,8 +38,8 @@ class Predictor:
     Args:
         folder: the model's folder, or its run folder.
         precision: bf16, fp16 (on a GPU) or fp32; auto is the precision of training unless it is slow on this device
-            (`precision_reason`).
-        micro_batch_tokens: maximum tokens per forward pass; 0 uses the value from training.
+            (see `precision_reason`).
+        micro_batch_tokens: maximum number of tokens per forward pass; 0 uses the value from training.
         compile: use torch.compile; the first call takes a minute, later calls are faster.
         threshold: minimum probability to predict a label (multi_label) or the positive class; None: the model's.
     """
@@ -89,7 +89,7 @@ class Predictor:
         """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
         With `live`, predictions do not wait for later records: a batch has the records that have arrived by then. The
-        only exception is `document_context`: a sentence then waits until its document is complete.
+        only exception is `document_context`: a sentence waits until its document is complete.
         """
         for record, _, prediction in self._predict_records(enumerate(_to_records(records), 1), where, live=live):
             yield {**_id_entry(record), **prediction}
@@ -117,23 +117,23 @@ class Predictor:
     ) -> Iterator[tuple[list[Record], list[Any]]]:
         """Yield (records, examples) with complete context. An error in a record is raised after the earlier records."""
         records: list[Record] = []
-        waiting: list[Any] = []
+        pending: list[Any] = []
         error = None
         try:
             for batch in batches:
                 for number, record in batch:
                     location = f"{where}:{number}"
                     check_id(_id_entry(record).get("id"), location)
-                    waiting.append(self.task.example(record, location))
+                    pending.append(self.task.example(record, location))
                     records.append(record)
-                ready, waiting = self.task.with_context(waiting, is_end_of_input=False)
+                ready, pending = self.task.with_context(pending, is_end_of_input=False)
                 if ready:
                     yield records[: len(ready)], ready
                 records = records[len(ready) :]
         except Exception as caught:
             error = caught
-        if waiting:
-            yield records, self.task.with_context(waiting, is_end_of_input=True)[0]
+        if pending:
+            yield records, self.task.with_context(pending, is_end_of_input=True)[0]
         if error is not None:
             raise error
 
@@ -192,7 +192,7 @@ def _growing_batches(records: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
-    """Yield batches of the records that a thread has read so far. Its error, if any, is raised after the last batch."""
+    """Read records in a thread; yield batches of what it has read so far. Its error is raised after the last batch."""
     arrived: queue.Queue[T | _EndOfRecords] = queue.Queue(MAX_RECORDS)
 
     def read() -> None:
@@ -211,10 +211,10 @@ def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
             items.append(arrived.get())
         if batch := [item for item in items if not isinstance(item, _EndOfRecords)]:
             yield batch
-        end = items[-1]
-        if isinstance(end, _EndOfRecords):
-            if end.error is not None:
-                raise end.error
+        last = items[-1]
+        if isinstance(last, _EndOfRecords):
+            if last.error is not None:
+                raise last.error
             return
 
 

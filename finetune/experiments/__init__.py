@@ -1,1 +1,1 @@
-"""Several runs at once: seeds, grids and several configs, through Ray Tune (cluster/workers/trials.py)."""
+"""Fine-tuning several models in one command: seeds, folds, grids, configs; on Ray Tune (cluster/workers/trials.py)."""

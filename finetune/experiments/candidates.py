@@ -68,7 +68,7 @@ def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
 def removable_trials(candidates: Sequence[Candidate]) -> list[int]:
     """Given the candidates of one config, return the indices of the finished trials whose models are no longer needed.
 
-    The models of the best trial of each incomplete candidate, and of the best complete one, are still needed.
+    Still needed: the model of the best trial of each incomplete candidate, and of the best complete candidate.
     """
     best = next((candidate for candidate in rank(candidates) if candidate.scores and candidate.is_complete), None)
     kept = {candidate.best_trial for candidate in candidates if candidate is best or not candidate.is_complete}

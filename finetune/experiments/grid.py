@@ -31,7 +31,7 @@ class GridPoint:
     def folder_name(self) -> str:
         """Name of the point's folder, the same in every sweep over these settings."""
         parts = (f"{name.rpartition('.')[2]}-{value}" for name, value in self.settings.items())
-        return _slug("-".join(parts), other_characters=".")
+        return _slug("-".join(parts), also_allowed=".")
 
     @property
     def name(self) -> str:
@@ -90,5 +90,5 @@ def expand(grid: Grid) -> list[GridPoint]:
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 
-def _slug(text: str, other_characters: str = "") -> str:
-    return re.sub(rf"[^a-z0-9{re.escape(other_characters)}]+", "-", text.lower()).strip("-.")
+def _slug(text: str, also_allowed: str = "") -> str:
+    return re.sub(rf"[^a-z0-9{re.escape(also_allowed)}]+", "-", text.lower()).strip("-.")

@@ -30,7 +30,7 @@ class Outcome:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {set: {score: value}}
     error: RunError | None = None
     chosen_on: str = ""  # name of the set whose score chose the checkpoint; trials are compared by this score
-    degenerate: str = ""  # result of `trials.degenerate_reason`
+    degenerate: str = ""  # reason why the scores are useless (`trials.degenerate_reason`); "" if there is none
     data_digest: str = ""  # digest of the training data and of all scored data
     positive: str = ""  # class whose F1 is computed, if there are two classes
 
@@ -69,9 +69,9 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
     values: dict[str, dict[str, list[float]]] = {}
     for outcome in outcomes:
         for split, scores in (outcome.scores if outcome else {}).items():
-            for name, value in scores.items():
-                if math.isfinite(value):
-                    values.setdefault(split, {}).setdefault(name, []).append(value)
+            for name, score in scores.items():
+                if math.isfinite(score):
+                    values.setdefault(split, {}).setdefault(name, []).append(score)
     return {
         split: {name: spread for name, samples in scores.items() if (spread := Spread.of(samples))}
         for split, scores in values.items()
@@ -79,7 +79,7 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
 
 
 def combined_error(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """Return one error for all failed runs, of their class or, if classes differ, `MachineError`; None without any."""
+    """Combine the errors of failed runs into one: of their class, or `MachineError` if classes differ; None if none."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None

@@ -18,7 +18,7 @@ from pretrain.common.wording import counted, score_title, shown_scores
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MAX_REMARK = 90  # maximum number of characters shown of the reason why a run failed
+_MAX_REMARK = 90  # maximum number of characters of a failed run's reason that are shown
 
 
 def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 
 
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
-    """Count the runs: all, done with scores, failed, degenerate (which are also done), and still to run."""
+    """Return the numbers of all runs, and of done (scored), failed, degenerate (a part of done) and remaining runs."""
     finished = [outcome for outcome in outcomes if outcome]
     num_failed = sum(outcome.error is not None for outcome in finished)
     return {
@@ -74,7 +74,7 @@ def count_line(outcomes: Sequence[Outcome | None]) -> str:
 
 
 def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
-    """Return a table of the candidates and the scores that rank them, best first; of one candidate, show all scores."""
+    """Return a table of the candidates, best first, with the score that ranks them; one candidate gets all scores."""
     candidates = [candidate for group in ranked for candidate in group]
     statistics = ["mean", "std", "min", "max"] if any(len(item.outcomes) > 1 for item in candidates) else ["value"]
     config_heading = ["config"] if len(ranked) > 1 else []
@@ -133,15 +133,15 @@ def write_submission(run_folders: Mapping[str, Path], folder: Path) -> None:
 
 def _score_statistics(candidate: Candidate, *, show_all: bool) -> Iterator[tuple[str, Spread | None]]:
     """Yield (heading, statistics) of the score that ranks candidates or, with `show_all`, of every score."""
-    example = next((outcome for outcome in candidate.outcomes.values() if outcome and outcome.scores), Outcome())
-    if not show_all or not example.scores:
-        yield f"{example.chosen_on} {score_title(example.metric, example.positive)}".strip(), candidate.spread
+    scored = next((outcome for outcome in candidate.outcomes.values() if outcome and outcome.scores), Outcome())
+    if not show_all or not scored.scores:
+        yield f"{scored.chosen_on} {score_title(scored.metric, scored.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.outcomes.values())
-    for split, scores in example.scores.items():
-        names = shown_scores(scores, example.metric)
-        for name in sorted(names, key=lambda score: score != example.metric):
-            yield f"{split} {score_title(name, example.positive)}", statistics.get(split, {}).get(name)
+    for split, scores in scored.scores.items():
+        names = shown_scores(scores, scored.metric)
+        for name in sorted(names, key=lambda score: score != scored.metric):
+            yield f"{split} {score_title(name, scored.positive)}", statistics.get(split, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:

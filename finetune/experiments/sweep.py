@@ -26,7 +26,7 @@ from pretrain.common.wording import counted, print_table
 BEST = "best.yaml"
 FOLDS = "folds.jsonl"
 
-Plans = dict[str, runs.FinetunePlan]  # cache; the key consists of the settings that affect the windows of the data
+Plans = dict[str, runs.FinetunePlan]  # cache: {settings that determine the data's windows: plan}
 
 
 def run_sweep(
@@ -43,7 +43,7 @@ def run_sweep(
     dry_run: bool = False,
     show_config: bool = False,
 ) -> None:
-    """Fine-tune with each config, every combination of `grid` and each of the seeds, and print tables of scores.
+    """Fine-tune once for each config, combination in `grid`, seed and fold, and print tables of scores.
 
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
@@ -71,7 +71,7 @@ def run_sweep(
     def remove_models(outcomes: list[Outcome | None]) -> None:
         finished = [index for index, outcome in enumerate(outcomes) if outcome]
         for group in group_trials(trials, outcomes) if keep == "best" or folds > 1 else ():
-            for index in finished if folds > 1 else removable_trials(group):
+            for index in finished if folds > 1 else removable_trials(group):  # cross-validation keeps no model
                 shutil.rmtree(trials[index].config.folder / MODEL, ignore_errors=True)
 
     outcomes = run_all(configs, trials, parallel=parallel, on_result=remove_models)
@@ -142,8 +142,8 @@ def _check_and_plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
 
 def _cached_plan(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
     """Return the plan of a config derived from `base`; configs with the same windows share one plan."""
-    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
-    key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
+    settings = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
+    key = f"{base.folder} {config.engine.micro_batch_tokens} {settings}"
     if key not in plans:
         plans[key] = runs.plan(config, in_process=True)
     return plans[key]
@@ -179,9 +179,9 @@ def _write_folds(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], nu
         if not all(path.is_file() for path in files):
             continue
         task = config.make_task()
-        lines = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
-        folds = task.folds(task.read_train(), num_folds)  # index of each example's fold
-        rows = ({"fold": fold + 1, **json.loads(next(lines[fold]))} for fold in folds)
+        lines_by_fold = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
+        fold_indices = task.folds(task.read_train(), num_folds)  # index of each example's fold
+        rows = ({"fold": fold + 1, **json.loads(next(lines_by_fold[fold]))} for fold in fold_indices)
         num_rows = write_rows(config.folder / FOLDS, rows)
         print(f"{config.folder / FOLDS}: {counted(num_rows, 'prediction')}, each by a run not trained on the example")
 

@@ -31,20 +31,20 @@ from pretrain.model.precision import choose_local_precision
 from pretrain.run import preflight
 
 
-def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
+def trial_config(config: FinetuneConfig, suffix: str, *, folder: Path, seed: int) -> FinetuneConfig:
     """Return the config of one of several runs, with a separate name, W&B id, folder and seed, and a common W&B group.
 
     Args:
-        label: suffix that distinguishes the run from the others; consists of a-z, 0-9 and '-'.
+        suffix: distinguishes the run's name from the others; consists of a-z, 0-9 and '-'.
     """
     tracking = config.tracking
     wandb_names = {
         "group": tracking.group or config.name,
-        "run_id": tracking.run_id and _with_label(tracking.run_id, label, 64),
+        "run_id": tracking.run_id and _with_suffix(tracking.run_id, suffix, 64),
     }
     return config.model_copy(
         update={
-            "name": _with_label(config.name, label, 63),
+            "name": _with_suffix(config.name, suffix, 63),
             "run_dir": str(folder),
             "seed": seed,
             "tracking": tracking.model_copy(update=wandb_names),
@@ -52,9 +52,9 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     )
 
 
-def _with_label(text: str, label: str, limit: int) -> str:
-    """Return `text-label` in at most `limit` characters; `text` is cut first."""
-    return f"{text[: max(1, limit - 1 - len(label))]}-{label}"[:limit]
+def _with_suffix(name: str, suffix: str, max_length: int) -> str:
+    """Return `name-suffix` in at most `max_length` characters; the name is cut first."""
+    return f"{name[: max(1, max_length - 1 - len(suffix))]}-{suffix}"[:max_length]
 
 
 def run_all(
@@ -106,8 +106,8 @@ def _prepare(config: FinetuneConfig) -> None:
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
-    """Raise `InputError` if a config cannot have several runs, or cannot be combined with the `first` config."""
+def _check_config(config: FinetuneConfig, first_config: FinetuneConfig) -> None:
+    """Raise `InputError` if a config cannot have several runs, or cannot be combined with the first config."""
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
@@ -115,10 +115,10 @@ def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
         )
     if config.address:
         raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
-    if config.scheduling != first.scheduling:
+    if config.scheduling != first_config.scheduling:
         raise InputError(
-            f"scheduling: differs between {first.name} and {config.name}, but one command runs both. Set the same "
-            "values with --set."
+            f"scheduling: differs between {first_config.name} and {config.name}, but one command runs both. Set the "
+            "same values with --set."
         )
 
 
@@ -131,8 +131,8 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
     if not any(trial.config.engine.precision == "auto" for trial in with_recorded):
         return with_recorded
     pairs = zip(with_recorded, trials, strict=True)
-    recorded = (trial.config.engine for trial, old in pairs if trial.config.engine != old.config.engine)
-    chosen: Precision | None = next((engine.resolved_precision for engine in recorded), None)
+    changed = (trial.config.engine for trial, original in pairs if trial.config.engine != original.config.engine)
+    chosen: Precision | None = next((engine.resolved_precision for engine in changed), None)
     if chosen is None:
         if config.scheduling.address:  # training runs on other machines
             return with_recorded
@@ -158,11 +158,11 @@ def read_outcome(trial: Trial) -> Outcome | None:
     if (folder / FAILED).is_file():
         outcome = Outcome(error=DivergedError(*_read_values(folder / FAILED, "message")))
     elif finished:
-        names = ("metric", "scores", "chosen_on", "details", "data")
-        metric, scores, chosen_on, details, data = _read_values(folder / SCORES, *names)
+        keys = ("metric", "scores", "chosen_on", "details", "data")
+        metric, scores, chosen_on, details, digest = _read_values(folder / SCORES, *keys)
         positive = next(iter(details.values()), {}).get("positive", "")
         reason, chosen_on = degenerate_reason(details), "fold" if trial.config.fold else chosen_on
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=data, positive=positive)
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=reason, data_digest=digest, positive=positive)
     else:
         return None
     runs.check_same_settings(trial.config, finished=True)
@@ -208,7 +208,7 @@ def _run_pending(
     stop_file = config.folder / STOP_FILE
     stopping = False
 
-    def poll(results: dict[int, RunError | None]) -> None:
+    def record_results(results: dict[int, RunError | None]) -> None:
         nonlocal stopping
         for index, error in ((pending[position], error) for position, error in results.items()):
             if not isinstance(error, StoppedError):
@@ -228,14 +228,14 @@ def _run_pending(
             [_request(trials[index].config) for index in pending],
             name=config.name,
             run_dir=config.folder,
-            poll=poll,
+            poll=record_results,
             parallel=parallel,
             cpus_per_trial=config.scheduling.cpus_per_worker,
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        # Trials that ended without a report.
-        poll({position: None for position, index in enumerate(pending) if outcomes[index] is None})
+        # Trials that ended without reporting a result.
+        record_results({position: None for position, index in enumerate(pending) if outcomes[index] is None})
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:
@@ -251,7 +251,7 @@ def _record_outcome(trial: Trial, error: RunError | None) -> Outcome:
 
 
 def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
-    """Raise `InputError` if the data of a finished run have changed since, so that scores are not comparable."""
+    """Raise `InputError` if the data of a finished run have changed, so that the scores would not be comparable."""
     digests: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data_digest:
@@ -267,11 +267,11 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
             )
 
 
-def _read_values(path: Path, *names: str) -> list[Any]:
+def _read_values(path: Path, *keys: str) -> list[Any]:
     """Read the values of these keys from a JSON file."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return [saved[name] for name in names]
+        return [saved[key] for key in keys]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: damaged ({error}). Remove {path.parent}; the same command then repeats the run."

@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 
 NAME = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # keys of each JSON line
-MAX_TOKENS = 1 << 18  # tokens in the masked copies of a batch; its last sentence may exceed this number
+MAX_TOKENS = 1 << 18  # limit on the tokens in a batch of masked copies; copies of its last sentence may exceed it
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
-    labels: set[tuple[str, str]] = set()  # (UID, linguistics term); all lines must have the same
+    names: set[tuple[str, str]] = set()  # {(UID, linguistics term)}, which must be the same in all lines
     with file.open("rb") as lines:
         for line_number, line in enumerate(lines, 1):
             if not line.strip():
@@ -122,13 +122,13 @@ def _read_paradigm(file: Path, limit: int) -> Paradigm:
                     f"{file}: line {line_number} is not a BLiMP pair ({type(error).__name__}: {error}). Expected JSON "
                     f"in UTF-8 with the keys {', '.join(_KEYS)}."
                 ) from None
-            labels.add((uid, term))
-            if len(labels) > 1:
+            names.add((uid, term))
+            if len(names) > 1:
                 raise InputError(f"{file}: line {line_number} has another UID or term. Give one file for each UID.")
             pairs.append((good, bad))
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")
-    return Paradigm(*labels.pop(), tuple(pairs[:limit] if limit else pairs))
+    return Paradigm(*names.pop(), tuple(pairs[:limit] if limit else pairs))
 
 
 def pseudo_log_likelihoods(
@@ -141,14 +141,14 @@ def pseudo_log_likelihoods(
     encoded = [model.encode(sentence) for sentence in sentences]
     distinct: dict[bytes, int] = {}  # {token ids: index among the distinct sequences}
     indices = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
-    first_position = {index: position for position, index in reversed(list(enumerate(indices)))}
-    copies = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_position.items())]
-    num_copies = [len(group) for group in copies]
-    scores = np.zeros(len(copies))
-    for start, stop in _batches(copies):
-        predictions = model.predict([copy for group in copies[start:stop] for copy in group])
-        index_of_copy = np.repeat(np.arange(start, stop), num_copies[start:stop])
-        np.add.at(scores, index_of_copy, predictions.log_probabilities)
+    first_positions = {index: position for position, index in reversed(list(enumerate(indices)))}
+    groups = [_masked_copies(model, *encoded[i], sentences[i]) for _, i in sorted(first_positions.items())]
+    num_copies = [len(copies) for copies in groups]
+    scores = np.zeros(len(groups))
+    for start, stop in _batches(groups):
+        predictions = model.predict([copy for copies in groups[start:stop] for copy in copies])
+        sequence_of_copy = np.repeat(np.arange(start, stop), num_copies[start:stop])
+        np.add.at(scores, sequence_of_copy, predictions.log_probabilities)
         advance(sum(start <= index < stop for index in indices))
     return scores[indices]
 
@@ -174,16 +174,16 @@ def _masked_copies(model: MaskedModel, ids: np.ndarray, is_content: np.ndarray, 
     return copies
 
 
-def _batches(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
-    """Yield each batch as the (start, stop) indices of its sentences in `copies`."""
+def _batches(groups: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
+    """Yield each batch as a range (start, stop) of indices into `groups`, the masked copies of each sentence."""
     start = tokens = 0
-    for index, group in enumerate(copies):
-        tokens += sum(len(copy.ids) for copy in group)
+    for index, copies in enumerate(groups):
+        tokens += sum(len(copy.ids) for copy in copies)
         if tokens > MAX_TOKENS:
             yield start, index + 1
             start, tokens = index + 1, 0
-    if start < len(copies):
-        yield start, len(copies)
+    if start < len(groups):
+        yield start, len(groups)
 
 
 def data_digest(paradigms: Sequence[Paradigm]) -> str:

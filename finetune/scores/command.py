@@ -30,19 +30,19 @@ def run(arguments: argparse.Namespace) -> None:
     Raises `InputError` for a model or data that cannot be read.
     """
     if arguments.follow:
-        follow(arguments.model, lambda folder: _measure(folder, read_released(folder), arguments), arguments.pid)
+        follow(arguments.model, lambda folder: _results(folder, read_released(folder), arguments), arguments.pid)
         return
     out, released = arguments.out, read_released(arguments.model)
     description, models = _describe(arguments, released), list[dict[str, Any]]()
     check_model(out, description)
-    for score_name, result in _measure(arguments.model, released, arguments):
+    for score_name, result in _results(arguments.model, released, arguments):
         models = write_scores(out, description, {score_name: result})
     page = write_scores_page(models, out / PAGE)
     print_table(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 
 
-def _measure(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _results(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name of the score, {"how": settings, "scores": values}) as soon as each score is computed."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []

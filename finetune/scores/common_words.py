@@ -49,7 +49,7 @@ def common_words() -> tuple[str, ...]:
 def score_common_words(
     model: MaskedModel, documents: Sequence[str], settings: PassageSettings, words: Sequence[str] | None = None
 ) -> CommonWordScore:
-    """Score a model on documents with normalized spaces (`read_documents`); `words` is `common_words` by default.
+    """Score a model on documents with normalized spaces (`read_documents`); `words` defaults to `common_words()`.
 
     Raises `NoScoreError` if a word is not one token of the vocabulary, or as `sample_words` and `tokenize_passages` do.
     """

@@ -25,21 +25,21 @@ from pretrain.common.files import append_open, checkpoint_names, disk_errors, lo
 from pretrain.common.records import drop_records_after, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
-# A function of the folder of an exported checkpoint; yields (name of a score, result) as each score is computed.
-Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
+# Given the folder of an exported checkpoint, yields (name of a score, result) as soon as each score is computed.
+ComputeScores = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
 _FOLDER = "probes"  # subfolder of the run for the lock and the exported checkpoint
-_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5  # intervals of checks for a new checkpoint, and for the end of a process
-# {name of a score: the field of its result that is written to probes.jsonl}; `pretrain.tracking.events` defines these.
+_POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5  # intervals of checks for a new checkpoint, and for the exit of `pid`
+# {name of a score: field of its result that is written to probes.jsonl under this name (`events.PROBE_SCORES`)}
 _FIELDS = {common_words.NAME: "bits", whole_words.NAME: "lower", held_out.NAME: "nats_per_token", blimp.NAME: "overall"}
 
 logger = logging.getLogger(__name__)
 
 
-def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
+def follow(run: Path, compute_scores: ComputeScores, pid: int | None = None) -> None:
     """Score the latest checkpoint whenever it is due, until the run's last one is scored or the process `pid` exits.
 
-    If another process follows the run already, waits for it if `pid` is given, else raises `InputError`. Also raises
+    If another process already follows the run, wait for it if `pid` is given, else raise `InputError`. Also raises
     `InputError` if `run` is not a run folder.
     """
     if pid is not None:
@@ -53,7 +53,7 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
         while not is_last:
             for name in checkpoint_names(run)[-1:]:
                 try:
-                    is_last = _score_if_due(run, run / "checkpoints" / name, measure)
+                    is_last = _score_if_due(run, run / "checkpoints" / name, compute_scores)
                 except (RunError, OSError):
                     if (run / "checkpoints" / name).is_dir():
                         raise
@@ -70,7 +70,7 @@ def _exit_after(pid: int) -> None:
     os._exit(0)
 
 
-def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
+def _score_if_due(run: Path, checkpoint: Path, compute_scores: ComputeScores) -> bool:
     """Score the checkpoint if it is due; return whether it is the run's last one.
 
     A checkpoint is due if it is the run's last one, or the first one after a multiple of `interval` steps. Raises a
@@ -84,17 +84,17 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     is_last, num_intervals = step >= sum(phase["steps"] for phase in phases), step // interval - last_scored // interval
     if step > last_scored and (num_intervals or is_last):
         averaged = state.get("averaged") or 0
-        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, num_intervals - 1)})
+        _score(run, checkpoint, compute_scores, {"averaged": averaged, "skipped": max(0, num_intervals - 1)})
     return is_last
 
 
-def _score(run: Path, checkpoint: Path, measure: Measure, counts: Mapping[str, int]) -> None:
+def _score(run: Path, checkpoint: Path, compute_scores: ComputeScores, counts: Mapping[str, int]) -> None:
     model, start = run / _FOLDER / "model", time.time()
     scores, error = dict[str, float](), dict[str, str]()
     shutil.rmtree(model, ignore_errors=True)
     try:
         hf.export_run(run, model, checkpoint.name, averaged=counts["averaged"] > 0)
-        for score_name, result in measure(model):
+        for score_name, result in compute_scores(model):
             if (field := _FIELDS[score_name]) in result["scores"]:
                 scores[score_name] = result["scores"][field]
     except Exception as failure:

@@ -1,11 +1,11 @@
 """Masked-language-modeling quality of a checkpoint on held-out plain text, comparable within one vocabulary.
 
-White space is normalized to single spaces. A document's tokens are cut into sequences of equal length, which are masked
+Whitespace is normalized to single spaces. A document's tokens are cut into sequences of equal length, which are masked
 as in pretraining (Devlin et al. 2019, section 3.1): 15 % of the tokens are chosen; 80 % of these become the mask token,
 10 % a random one. Bits per character are the bits of the chosen tokens divided by their characters: a token's
 characters run from the end of the previous token to its end, so each character, including spaces between words,
 belongs to exactly one token. Even so, this score is not comparable between vocabularies: the other tokens of a word
-stay visible, so smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
+stay visible, which makes prediction easier for smaller vocabularies. The other scores of `text_scores` are comparable.
 
 Shape letters: L tokens in a sequence or a document.
 """
@@ -97,7 +97,7 @@ def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldO
 
 
 def read_documents(paths: Sequence[Path]) -> list[str]:
-    """Read the documents of files and folders in a fixed order, with single spaces for white space.
+    """Read the documents of files and folders in a fixed order, with whitespace normalized to single spaces.
 
     Raises `InputError` if a path does not exist or has no text. Errors within files are logged.
     """
@@ -127,26 +127,26 @@ def masked_sequences(
     if content_length < 1:
         raise InputError(f"--length: {settings.length} leaves no room for text besides the special tokens. Raise it.")
     for document in documents:
-        ids, characters = encode_document(tokenizer, document)
+        ids, counts = encode_document(tokenizer, document)
         key = document_key(document, settings.seed)
         for index, start in enumerate(range(0, len(ids), content_length)):
             span = slice(start, start + content_length)
             input_ids = np.concatenate([prefix, ids[span], suffix])
-            num_characters = np.concatenate([np.zeros_like(prefix), characters[span], np.zeros_like(suffix)])
+            character_counts = np.concatenate([np.zeros_like(prefix), counts[span], np.zeros_like(suffix)])
             is_content = np.zeros(len(input_ids), bool)
             is_content[len(prefix) : len(input_ids) - len(suffix)] = True
-            yield _mask(masker, input_ids, is_content, num_characters, draw(key, index))
+            yield _mask(masker, input_ids, is_content, character_counts, draw(key, index))
 
 
 def _mask(
-    masker: Masker, ids: np.ndarray, is_content: np.ndarray, num_characters: np.ndarray, key: np.ndarray
+    masker: Masker, ids: np.ndarray, is_content: np.ndarray, character_counts: np.ndarray, key: np.ndarray
 ) -> TextSequence:
     length = len(ids)
     zeros = np.zeros(length, np.int64)
     packed = PackedTokens(ids, zeros, np.arange(length), np.array([0, length]), zeros, is_content)
     masked = masker.apply(packed, key)
     sequence = MaskedSequence(masked.input_ids, masked.indices, masked.labels)
-    return TextSequence(sequence, int(num_characters[masked.indices].sum()), int(is_content.sum()))
+    return TextSequence(sequence, int(character_counts[masked.indices].sum()), int(is_content.sum()))
 
 
 def encode_document(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:

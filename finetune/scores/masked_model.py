@@ -72,7 +72,7 @@ class MaskedModel:
     Args:
         folder: a model that `pretrain.checkpoint.released.read_released` reads.
         precision: fp32 or bf16, for weights and activations; fp32 scores are the same on every machine, up to rounding.
-        released: the model in `folder`, if it has been read already.
+        released: the model in `folder`, if the caller has already read it.
 
     Attributes:
         precision: fp32 or bf16.
@@ -139,9 +139,9 @@ class MaskedModel:
             (members, self._forward([sequences[index] for index in members], groups))
             for members in self._batches(sequences, counts)
         )
-        for members, scores_2K in arrivals(pending):
+        for members, results_2K in arrivals(pending):
             indices = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in members])
-            log_probabilities[indices], correct[indices] = scores_2K.numpy()
+            log_probabilities[indices], correct[indices] = results_2K.numpy()
             advance(len(indices))
         return Predictions(log_probabilities, correct)
 
@@ -168,8 +168,8 @@ class MaskedModel:
                 logits_KV = groups.group_logits(logits_KV)
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)
-            values_K = label_K.double() - logits_KV.logsumexp(-1).double()
-            return to_host(torch.stack([values_K, correct_K.double()]))
+            log_probabilities_K = label_K.double() - logits_KV.logsumexp(-1).double()
+            return to_host(torch.stack([log_probabilities_K, correct_K.double()]))
 
 
 def enclosing_ids(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:

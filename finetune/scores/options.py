@@ -40,7 +40,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise `InputError` for options without effect, and for paths that do not exist."""
     has_texts, follows = bool(arguments.texts), arguments.follow
     if not (has_texts or arguments.blimp):
-        raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")
+        raise InputError("evaluate-pretrained: nothing to score. Give --texts or --blimp.")
     if (arguments.out / CONFIG_FILE).exists():
         raise InputError(f"--out: {arguments.out} is a run folder; its {SCORES} would change. Give another folder.")
     effects = {

@@ -29,9 +29,9 @@ class PassageSettings:
     """Selection of the words to score, and size of the passages around them.
 
     Attributes:
-        characters: maximum number of characters around the word, half before and half after it. 192 are about 50
-            tokens; the longest of 80,000 passages had 112 tokens, with vocabularies of 2,000 tokens or more.
-        words: maximum number of words to score, the ones with the lowest hash of document, position and seed.
+        characters: maximum number of characters around the word, half before and half after it. 192 characters are
+            about 50 tokens; the longest of 80,000 passages had 112, with vocabularies of 2,000 tokens or more.
+        words: maximum number of words to score, chosen by the lowest hash of document, position and seed.
         seed: seed of the hash.
     """
 
@@ -96,7 +96,7 @@ def _occurrence(document: str, start: int, end: int, radius: int) -> Occurrence:
     """Return the word with its passage: the whole words within `radius` characters before and after it."""
     left, right = max(0, start - radius), min(len(document), end + radius)
     if left:
-        left = document.index(" ", left - 1) + 1  # the same position if a word starts there
+        left = document.index(" ", left - 1) + 1  # unchanged if a word starts there
     if right < len(document):
         right = document.rindex(" ", 0, right + 1)
     return Occurrence(document[left:right], start - left, end - left)

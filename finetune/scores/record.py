@@ -1,4 +1,4 @@
-"""The file scores.json of an output folder: the scores of all models evaluated into it."""
+"""The file scores.json of an output folder: the scores of all models evaluated with this --out."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ MODEL = "model"  # key of the model's description in its entry; the other keys a
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
-    """Read all models' scores from scores.json in the folder `out`, sorted by name; `InputError` if it is damaged."""
+    """Read the scores of all models from scores.json in `out`, sorted by name. Raises `InputError` if it is damaged."""
     path = out / SCORES
     try:
         models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else []
@@ -23,7 +23,7 @@ def read_models(out: Path) -> list[dict[str, Any]]:
 
 
 def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add or replace scores of a model in the folder `out`, and return the scores of all models in it.
+    """Add or replace scores of a model in the folder `out`, and return the scores of all its models.
 
     Other processes may write into the folder at the same time. Raises `InputError` as `check_model` does.
     """

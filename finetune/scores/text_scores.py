@@ -38,11 +38,11 @@ def text_scores(
     """
     digest = text_digest(*documents)
     for name in names:
-        score, settings = _SCORES[name]
+        compute, settings = _SCORES[name]
         if name == held_out.NAME:
             settings = replace(settings, length=length or min(settings.length, model.max_positions))
         try:
-            scores = asdict(score(model, documents, settings))
+            scores = asdict(compute(model, documents, settings))
         except NoScoreError as error:
             scores = {MISSING_REASON: str(error)}
         yield name, {"how": {"texts": digest, **asdict(settings), "precision": model.precision}, "scores": scores}

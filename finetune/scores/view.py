@@ -56,7 +56,7 @@ def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the rows as a table with a column for each model."""
+    """Return the table for the terminal, with a column for each model."""
     from rich import box
     from rich.table import Table
 

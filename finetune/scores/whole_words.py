@@ -2,8 +2,8 @@
 
 The cost of a word of several tokens follows the chain rule: each token is predicted with the earlier ones revealed and
 the later ones masked. But the number of masks reveals the number of tokens, which helps models with small vocabularies
-more. So the lower bound omits the cost of this number, and the upper bound adds it: -log2 of the share of words with
-this number of tokens in the documents (a code that every model could use). The true cost is between the bounds.
+more. So the lower bound omits the cost of coding this number, and the upper bound adds it: -log2 of the share of words
+with this number of tokens in the documents (a code that every model could use). The true cost is between the bounds.
 """
 
 import math
@@ -24,7 +24,7 @@ from finetune.scores.passages import (
 )
 
 NAME = "whole_words"  # name of the score
-_SPACE = 1  # a word's characters are its letters and the space before it
+_SPACE = 1  # number of spaces counted as characters of a word: the one before it
 
 
 @dataclass(frozen=True)

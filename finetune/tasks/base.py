@@ -20,16 +20,17 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense, activation and output layer, once per window; tokens, spans: output layer at each query position."""
+"""Kinds of heads: sequence has dense, activation and output layers, applied once per window; tokens and spans have only
+an output layer, applied at each query position."""
 
 Objective = Literal["classes", "labels", "value", "span"]
-"""The loss of each query position (R positions, C outputs), weighted and summed:
+"""The loss at each of the R query positions, from C outputs; losses are weighted and summed:
 
     classes  cross-entropy in nats; labels int64 [R], or weighted soft labels float32 [R, C]
-    labels   binary cross-entropy, mean over labels; labels float32 [R, C]: the weight of a true label, else 0
+    labels   binary cross-entropy, mean over labels; labels float32 [R, C]: the weight of each true label, else 0
     value    squared error; labels float32 [R], one output
-    span     mean of the cross-entropies of start and end over the positions of a window; labels uint8 [R, 2] with
-             one 1 per window and column. The weight of a window is the weight of its first position.
+    span     mean of two cross-entropies over the positions of a window, of the start and of the end; labels uint8
+             [R, 2]: 1 at the start (column 0) and the end, else 0. A window has the weight of its first position.
 
 With the sequence head, the logits of an example's windows are averaged first. The example's weight is the sum of
 its windows' weights.
@@ -60,19 +61,19 @@ class Windows:
         """Number of examples as training counts them: `examples_per_step` and `epochs` refer to these."""
         return int(self.examples.max(initial=-1)) + 1
 
-    def digest(self, names: Sequence[str]) -> str:
-        """Return the SHA-256 of the training input: tokens, labels, weights and `names`, the names of the labels."""
-        sha256 = hashlib.sha256("\n".join(names).encode())
+    def digest(self, label_names: Sequence[str]) -> str:
+        """Return the SHA-256 of the training input: tokens, labels, weights and the names of the labels."""
+        sha256 = hashlib.sha256("\n".join(label_names).encode())
         for array in (self.ids, self.starts, self.examples, self.queries, self.labels, self.weights):
             sha256.update(np.ascontiguousarray(array).data)
         return sha256.hexdigest()
 
 
-def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, Windows]) -> str:
+def data_digest(label_names: Sequence[str], training: Windows, held_out: Mapping[str, Windows]) -> str:
     """Return the SHA-256 of the training data and of all scored data. Only runs with equal digests are comparable."""
-    sha256 = hashlib.sha256(training.digest(names).encode())
+    sha256 = hashlib.sha256(training.digest(label_names).encode())
     for name, windows in held_out.items():
-        sha256.update(f"{name}\0{windows.digest(names)}".encode())
+        sha256.update(f"{name}\0{windows.digest(label_names)}".encode())
     return sha256.hexdigest()
 
 
@@ -88,7 +89,7 @@ class Task(ABC, Generic[E]):
 
     Args:
         settings: the task's section of the config.
-        state: what `state()` of the trained model returned; None before training.
+        state: return value of `state()` of the trained model; None before training.
     """
 
     kind: ClassVar[str]  # name of the task's section in the config, such as classification
@@ -136,10 +137,10 @@ class Task(ABC, Generic[E]):
         """Return an unlabeled example from a JSON object or plain text; `where` is its location, for messages."""
 
     def with_context(self, examples: Sequence[E], *, is_end_of_input: bool) -> tuple[list[E], list[E]]:
-        """Give unlabeled examples, in document order, the adjacent examples as context if the task uses context.
+        """If the task uses context, add adjacent examples as context to unlabeled examples, given in document order.
 
         Returns:
-            (complete examples, examples that wait for more context). With `is_end_of_input`, all are complete.
+            (complete examples, examples that need later ones as context). With `is_end_of_input`, all are complete.
         """
         return list(examples), []
 
@@ -174,7 +175,7 @@ class Task(ABC, Generic[E]):
         return splits.folds(texts, classes, count)
 
     def _select(self, *, in_fold: bool) -> list[E]:
-        """Return the training examples in the scored fold, or the others."""
+        """Return the training examples inside or outside the scored fold."""
         examples = self.read_train()
         if self.fold is None:
             return examples
@@ -204,13 +205,13 @@ class Task(ABC, Generic[E]):
         return {}
 
     def initial_prediction(self, examples: Sequence[E]) -> float:
-        """For the objective value: return the initial prediction (the output bias), such as the mean of `examples`."""
+        """Return the initial output bias for the objective `value`, such as the mean of the values of `examples`."""
         return 0.0
 
     # ------------------------------------------------------------ scores
 
     def set_threshold(self, value: float) -> None:
-        """Replace the threshold from training: the minimum probability of a predicted label. `InputError` if unused."""
+        """Replace the threshold from training: the minimum probability of a predicted label."""
         raise InputError("threshold: only supported for multi_label, or for two classes with classification.positive.")
 
     @property

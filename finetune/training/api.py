@@ -67,5 +67,5 @@ def train(
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:
-    """Load the config with overrides and the checkpoint to start from."""
+    """Load the config and apply the overrides and `start_from`, the checkpoint to start from."""
     return load_config(config, with_start(overrides, start_from), imports=True)

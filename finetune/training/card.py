@@ -45,8 +45,8 @@ class CardFacts:
         examples: number of examples of each set; the training set is "train".
         scores, details: the task's scores and details for each labeled dev and test set.
         temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 if there is none.
-        unsupported: model settings that no released layout supports; "" if the model has a released layout.
-        brings_code: whether the folder includes code, which transformers runs with `trust_remote_code`.
+        unsupported: model settings that no published layout supports; "" if the model has a published layout.
+        includes_code: whether the folder includes code, which transformers runs with `trust_remote_code`.
     """
 
     family: str
@@ -59,7 +59,7 @@ class CardFacts:
     details: Mapping[str, Any]
     temperature: float = 1.0
     unsupported: str = ""
-    brings_code: bool = False
+    includes_code: bool = False
 
 
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:

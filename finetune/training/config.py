@@ -79,7 +79,7 @@ class TrainingConfig(Section):
     examples_per_step: int = Field(
         default=0,
         ge=0,
-        description="Examples (entities, questions: windows) per optimizer step over all workers; 0: the preset's.",
+        description="Examples per optimizer step over all workers (entities, questions: windows); 0: the preset's.",
     )
     learning_rate: float = Field(
         default=0.0, ge=0, description="Peak learning rate; 0: the preset's (auto: by hidden size)."
@@ -256,12 +256,12 @@ class FinetuneConfig(_WithTask):
         custom = registry.custom_task(self.task["kind"]) if self.task else None
         task = custom(settings, state) if custom else registry.make_task(settings, state)
         if self.fold:
-            number, _, count = self.fold.partition("/")
-            task.fold = int(number), int(count)
+            fold, _, num_folds = self.fold.partition("/")
+            task.fold = int(fold), int(num_folds)
         return task
 
     def repeated_sets(self) -> list[tuple[str, str]]:
-        """List (set, earlier set) for dev and test sets that are the same file or data set split as an earlier set."""
+        """List (set, earlier set) for dev and test sets that are the same file or dataset split as an earlier set."""
         section = self.task_settings
         is_split = bool(getattr(section, "dataset", ""))
         origins: dict[str, str] = {}
@@ -277,10 +277,10 @@ class FinetuneConfig(_WithTask):
         return repeated
 
     def filled(self, hidden: int, examples: int) -> FinetuneConfig:
-        """Return the config with the missing values of learning rate and epochs.
+        """Return the config with learning rate and epochs filled in if they are missing.
 
-        The rate is BERT-Base's, divided by the square of the ratio of hidden sizes. Small training sets get more
-        epochs, so that training has enough steps.
+        The rate is BERT-Base's, divided by the square of the ratio of the model's hidden size to BERT-Base's. Small
+        training sets get more epochs, so that training has enough steps.
         """
         training = self.training
         rate = _BASE_RATE * (_BASE_HIDDEN / hidden) ** 2

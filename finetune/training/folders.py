@@ -1,4 +1,4 @@
-"""Finds a fine-tuned model in its run folder. Imports nothing heavy, so that a wrong path is refused immediately."""
+"""Finds a fine-tuned model in its run folder. Imports nothing heavy, so that a wrong path is an immediate error."""
 
 from pathlib import Path
 

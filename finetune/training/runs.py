@@ -30,7 +30,7 @@ from pretrain.storage.runs import fetched_model
 # Training was too short if the mean loss of its last fifth is below _MAX_RATIO times the mean of the fifth before, and
 # above _MIN_RATIO times the first loss.
 _MAX_RATIO, _MIN_RATIO = 0.93, 0.2
-_MAX_INTERVAL = 0.1  # width of a score's confidence interval for about 250 examples at an accuracy of 0.8
+_MAX_INTERVAL = 0.1  # maximum width of a score's confidence interval: about 250 examples at an accuracy of 0.8
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class FinetunePlan:
     """Facts about a run before it trains."""
 
     examples: int  # number of training examples
-    units: int  # number of examples or, if the windows of an example are not combined, of windows
+    units: int  # number of examples or, if the task does not combine an example's windows, of windows
     tokens: int  # number of tokens in all training examples; 0 if they are not tokenized before training
     held_out: dict[str, int]  # number of examples of each held-out set
     labels: tuple[str, ...]
     steps: int
     is_short: bool  # whether the training is too short for compilation (`start.is_short`)
-    key_mapping: str  # `start_table` and, on further lines, warnings about lengths
+    key_mapping: str  # result of `start_table`, followed by warnings about lengths
     family: str
     parameters: int  # number of parameters of the encoder
     model: ModelConfig  # shape of the encoder
@@ -178,7 +178,7 @@ def current_data_digest(config: FinetuneConfig) -> str:
 
 
 def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
-    """Describe a dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
+    """Describe, for --dry-run, the data, the precision and the checkpoint, and with `show_config` the full config."""
     from pretrain.common.settings import dump
     from pretrain.model.precision import resolve_precision
 
@@ -259,7 +259,7 @@ def summary(config: FinetuneConfig) -> str:
 
 
 def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
-    """Return lines: the frozen linear model's score, warnings if training did not improve on it or was too short.
+    """Return lines: the frozen linear model's score, and warnings if training did not improve on it or was too short.
 
     `records` are from metrics.jsonl; the checkpoint of `step` was selected by `metric`.
     """
@@ -277,11 +277,11 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
             )
     length = max(2, len(losses) // 5)
     if len(losses) >= 3 * length:
-        before, last = mean(losses[-2 * length : -length]), mean(losses[-length:])
-        if _MIN_RATIO * losses[0] < last < _MAX_RATIO * before:
+        earlier_loss, last_loss = mean(losses[-2 * length : -length]), mean(losses[-length:])
+        if _MIN_RATIO * losses[0] < last_loss < _MAX_RATIO * earlier_loss:
             lines.append(
-                f"  warning: the loss is still falling ({before:.3f} to {last:.3f} in the last steps). Train longer "
-                "(training.epochs)."
+                f"  warning: the loss is still falling ({earlier_loss:.3f} to {last_loss:.3f} in the last steps). "
+                "Train longer (training.epochs)."
             )
     return lines
 
@@ -289,7 +289,7 @@ def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, po
 def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
     """Return a warning if the dev set is too small to select a checkpoint.
 
-    It is too small if the confidence `interval` of its score is wider than 0.1 and the range of checkpoint scores.
+    It is if the confidence `interval` of its score is wider than 0.1, and wider than the range of checkpoint scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):

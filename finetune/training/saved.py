@@ -1,4 +1,4 @@
-"""Reads and writes fine-tuned models: Hugging Face folders with `finetune.json`, which has config and task state.
+"""Reads and writes fine-tuned models: Hugging Face folders, with config and task state in `finetune.json`.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
 runs/NAME/scores.json  scores of every labeled dev and test set, the model's training step, and the set that chose it
@@ -116,7 +116,7 @@ def save_model(
         details={name: result.details for name, result in results.items() if result.details},
         unsupported=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
         temperature=temperature,
-        brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
+        includes_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
     summary = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": digest, "temperature": temperature}
     write_json(config.folder / SCORES, {**summary, "scores": facts.scores, "details": facts.details})
@@ -184,9 +184,9 @@ def write_predictions(
 def prediction_rows(
     task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each example: unused columns of its file, then the task's record and prediction.
+    """Yield a row for each example: columns of its file that the task does not use, then its record and prediction.
 
-    Columns of the file keep their names; equal keys of records and predictions are renamed, with a warning.
+    Columns of the file keep their names. Keys of records and predictions that equal one are renamed, with a warning.
     """
     file_columns = {name for example in examples for name in task.unused_columns(example)}
     rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
@@ -198,8 +198,8 @@ def prediction_rows(
         while unique in file_columns or unique in names.values():
             unique = f"predicted_{unique}"
         names[key] = unique
-    if renamed := [f"{key} is {name}" for key, name in names.items() if name != key]:
-        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(renamed))
+    if renamed := [f"{key} to {name}" for key, name in names.items() if name != key]:
+        logger.warning("the file has columns of the same names, so predictions rename %s", ", ".join(renamed))
     for example, row in zip(examples, rows, strict=True):
         yield {**task.unused_columns(example), **{names[key]: value for key, value in row.items()}}
 
@@ -208,8 +208,8 @@ def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], detail
     """Format the scores of the set `name` for the terminal, with the task's remarks on `details` as warnings."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
     interval = {task.metric: interval_text(details)}
-    selected = shown_scores(scores, task.metric).items()
-    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in selected)
+    shown = shown_scores(scores, task.metric).items()
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in shown)
     return [f"{name}: {line}", *remarks]
 
 
@@ -235,10 +235,10 @@ def _label_settings(task: Task[Any]) -> dict[str, Any]:
     """Return config.json's settings for labels. A regression has one output, which also needs a label in the maps."""
     if task.head == "spans":
         return {}
-    names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))
+    names = task.labels or tuple(f"LABEL_{index}" for index in range(task.outputs))
     maps = {
-        "id2label": {str(n): name for n, name in enumerate(names)},
-        "label2id": {name: n for n, name in enumerate(names)},
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
     }
     if task.head != "sequence":
         return maps

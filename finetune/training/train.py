@@ -56,21 +56,21 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         examples = task.training_set()
         released, encoder = read_start(config)
         if worker.world_size > 1:
-            labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
-            check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
+            labels_digest = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
+            check_same_data({"start_from": digest(released.backbone), config.task_name: labels_digest})
         too_short = is_short(config, task, examples, encoder, released.model)
         model = make_model(uncompiled(config) if too_short else config, task, released, examples)
         weights = model.state_dict()
         needs_fit = fits_output_layer(config, task, released)
         engine = Engine(
             model,
-            lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
+            lambda params: make_optimizer(config.optimizer, layered_groups(config, params, released.model.layers)),
             config.engine,
             watchdog,
         )
         finetuning = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = finetuning.config
-        # Rank 0 checks whether a checkpoint exists; `run` verifies and reads it later.
+        # Rank 0 checks only whether a checkpoint exists; `run` verifies and reads it later.
         if needs_fit and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
             weights |= finetuning.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
@@ -184,9 +184,9 @@ class Finetuning:
         offset = skipped.get("steps", 0)
         for step in range(start_step + offset, self.total_steps + offset):
             started_at = time.perf_counter()
-            batch = self._batches.step(step * count, count).to(self._device)
+            labeled_step = self._batches.step(step * count, count).to(self._device)
             self._stalled_seconds += time.perf_counter() - started_at
-            yield batch
+            yield labeled_step
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
         return {"steps": skipped.get("steps", 0) + failed - step}
@@ -346,7 +346,7 @@ def _finish(
     engine: Engine,
     log_artifact: Callable[[Path], None],
 ) -> None:
-    """Predict and score all sets with the best checkpoint, save it as a model, and delete the checkpoints.
+    """Predict and score all sets with the best checkpoint, save it as the run's model, and delete the checkpoints.
 
     The model is loaded in the same way as in the command `evaluate`, so that the scores agree.
     """
@@ -362,7 +362,7 @@ def _finish(
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second embedding got no gradient. With equal embeddings, the model still has a single token type.
+        # The second embedding was not trained. Set equal to the first, it keeps the model at a single token type.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
 
     def load_model() -> TaskModel:

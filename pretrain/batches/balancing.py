@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PART_SEQUENCES = 8192  # approximate sequences n of a part; if lengths deviate by s, parts deviate by s / sqrt(n)
-_MIN_VECTORIZED = 32  # minimum sequences of a vectorized step; for fewer, a heap is faster
+PART_SEQUENCES = 8192  # approximate number of sequences in a part; the more, the more equal are the parts
+_MIN_VECTORIZED = 32  # minimum number of sequences in a vectorized step; for fewer, a heap is faster
 _INT16_END = 1 << 15  # lengths below this are sorted as 16-bit integers, in linear time
 
 
@@ -26,7 +26,7 @@ class BatchPart:
     sequences: int  # number of consecutive samples
     first_rank: int
     ranks: int  # number of consecutive ranks
-    machine: int = -1  # if >= 0, only the samples that the machine with this index reads are in the part
+    machine: int = -1  # if >= 0, index of a machine: the part has only the samples that this machine reads
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Assignment:
     """The sequences of a part, assigned to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
 
     descending: np.ndarray  # int64 [B], indices of the sequences in descending order of length
-    micro_batch: np.ndarray  # int64 [B], index of the micro-batch of each sequence, in the order of `descending`
+    micro_batch_index: np.ndarray  # int64 [B], micro-batch of each sequence, in the order of `descending`
     micro_batches: int  # number of micro-batches per rank
 
     def members(self, micro_batch: int) -> np.ndarray:
         """Return the indices of the sequences of a micro-batch in ascending order of length, int64."""
-        return self.descending[np.flatnonzero(self.micro_batch == micro_batch)[::-1]]
+        return self.descending[np.flatnonzero(self.micro_batch_index == micro_batch)[::-1]]
 
 
 def parts(sequences: int, world_size: int) -> list[BatchPart]:
@@ -70,7 +70,7 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 
     M is as small as possible, but at least `micro_batches`. Sequences are assigned in descending order of length, each
     to the micro-batch with the fewest tokens (Graham's LPT rule), so that all get nearly the same number of tokens. If
-    M micro-batches suffice, so does any larger number: with more micro-batches, the smallest one is never larger.
+    M micro-batches suffice, so does any larger number: with more of them, the emptiest one never has more tokens.
 
     Args:
         lengths: tokens of each sequence, int64 [B]; B >= `ranks` * `micro_batches`, no length above `budget`, and none
@@ -88,28 +88,28 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 def balanced_part(index: int, count: int, sequences: int, world_size: int) -> BatchPart:
     """Return part `index` of `count`. The ranks per part, and the samples per rank, differ by at most one."""
     first_rank, stop_rank = index * world_size // count, (index + 1) * world_size // count
-    first = first_rank * sequences // world_size
-    return BatchPart(first, stop_rank * sequences // world_size - first, first_rank, stop_rank - first_rank)
+    first, stop = (rank * sequences // world_size for rank in (first_rank, stop_rank))
+    return BatchPart(first, stop - first, first_rank, stop_rank - first_rank)
 
 
-def _assign_by_length(lengths: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """Return the bin (of `count`) of each sequence, given descending `lengths`; None if a bin would exceed `budget`.
+def _assign_by_length(lengths: np.ndarray, bin_count: int, budget: int) -> np.ndarray | None:
+    """Return the index of each sequence's bin, given descending `lengths`, or None if a bin would exceed `budget`.
 
-    `bins` has load * count + index of each bin, in ascending order. In one vectorized step, each of the emptiest bins
-    gets a sequence: the step stops before a bin would get a second one.
+    `bins` has the value load * bin_count + index for each bin, in ascending order. In one vectorized step, each of the
+    emptiest bins gets one sequence; the step stops before a bin would get a second one.
     """
     assignment = np.empty(len(lengths), np.int64)
-    bins, assigned = np.arange(count), 0
+    bins, assigned = np.arange(bin_count), 0
     while assigned < len(lengths):
-        step_size = min(count, len(lengths) - assigned)
-        filled = bins[:step_size] + lengths[assigned : assigned + step_size] * count
+        step_size = min(bin_count, len(lengths) - assigned)
+        filled = bins[:step_size] + lengths[assigned : assigned + step_size] * bin_count
         is_reused = np.minimum.accumulate(filled)[:-1] < bins[1:step_size]
         step_size = int(is_reused.argmax()) + 1 if is_reused.any() else step_size
         if step_size < min(_MIN_VECTORIZED, len(lengths) - assigned):
             return _assign_one_by_one(lengths, assignment, assigned, bins, budget)
-        if (filled[:step_size] // count).max() > budget:
+        if (filled[:step_size] // bin_count).max() > budget:
             return None
-        assignment[assigned : assigned + step_size] = bins[:step_size] % count
+        assignment[assigned : assigned + step_size] = bins[:step_size] % bin_count
         bins[:step_size] = filled[:step_size]
         bins.sort()
         assigned += step_size
@@ -119,15 +119,15 @@ def _assign_by_length(lengths: np.ndarray, count: int, budget: int) -> np.ndarra
 def _assign_one_by_one(
     lengths: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
-    """Finish `assignment` with a heap, from sequence `assigned` on; arguments are as in `_assign_by_length`."""
-    heap, count, chosen_bins = bins.tolist(), len(bins), []
-    limit = (budget + 1) * count
+    """Finish `assignment` with a heap, starting at sequence `assigned`; `bins` is as in `_assign_by_length`."""
+    heap, bin_count, chosen_bins = bins.tolist(), len(bins), []
+    limit = (budget + 1) * bin_count
     for length in lengths[assigned:].tolist():
         emptiest = heap[0]
-        filled = emptiest + length * count
+        filled = emptiest + length * bin_count
         if filled >= limit:
             return None
         heapq.heapreplace(heap, filled)
-        chosen_bins.append(emptiest % count)
+        chosen_bins.append(emptiest % bin_count)
     assignment[assigned:] = chosen_bins
     return assignment

@@ -42,7 +42,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending indices of the tokens to predict (rows of a [T, H] tensor)
     masked_labels: Tensor  # int64 [K], ids of these tokens before masking
-    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: no label; [0] if no pairs
+    nsp_labels: Tensor  # int64 [S], NSP: 0 next, 1 random; SOP: 0 in order, 1 swapped; -100: none. Empty without pairs
     token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
     lengths: tuple[int, ...]  # number of tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
@@ -59,7 +59,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the batch on `device`, copied asynchronously."""
-        return moved(self, device)
+        return copy_to(self, device)
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ class StepBatch:
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def copy_to(batch: Batch, device: torch.device) -> Batch:
     """Return a copy of a dataclass with its tensors on `device`, copied asynchronously."""
-    copied = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
+    copied = {name: to_device(value, device) for name, value in _tensor_fields(batch).items() if value.device != device}
     return dataclasses.replace(batch, **copied) if copied else batch
 
 
 def pinned(batch: Batch) -> Batch:
     """Return a copy of a dataclass with its tensors in page-locked memory, for asynchronous copies to a GPU."""
-    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
+    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensor_fields(batch).items()})
 
 
-def _tensors(batch: DataclassInstance) -> dict[str, Tensor]:
+def _tensor_fields(batch: DataclassInstance) -> dict[str, Tensor]:
     return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
 
 

@@ -37,7 +37,7 @@ class Blocks:
     """The N blocks of one source."""
 
     shard: np.ndarray  # uint32 [N], index of each block's shard among all shards of the split
-    table: np.ndarray  # BLOCK [N], bounds; if streamed, mapped from a file that all processes of a machine share
+    table: np.ndarray  # BLOCK [N], bounds of each block; if streamed, mapped from a file that processes share
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -73,29 +73,29 @@ class Units:
 
     def __init__(self, text: ShardText, blocks: Blocks, indices: np.ndarray, cutting: Cutting) -> None:
         self._text, self._blocks, self._indices, self._cutting = text, blocks, indices, cutting
-        unit_counts = [cutting.count(self._sizes(index)) for index in indices.tolist()]
-        self._units_before = np.cumsum([0, *map(len, unit_counts)])  # number of units before each block
-        self._samples_before = np.cumsum([0, *(int(block.sum()) for block in unit_counts)])  # samples before each block
-        self._unit_ends = np.cumsum(np.concatenate([*unit_counts, np.zeros(0, np.int64)])).astype(np.uint32)
+        samples_per_unit = [cutting.count(self._sizes(index)) for index in indices.tolist()]
+        self._units_before = np.cumsum([0, *map(len, samples_per_unit)])  # number of units before each block
+        self._samples_before = np.cumsum([0, *(int(counts.sum()) for counts in samples_per_unit)])
+        self._unit_ends = np.cumsum(np.concatenate([*samples_per_unit, np.zeros(0, np.int64)])).astype(np.uint32)
         self.samples = int(self._samples_before[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return (unit, index in the unit) of samples [B], given (index into `indices`, index in the block) of each."""
+        """Return each sample's unit and index in it, given its block's index in `indices` and index in the block."""
         sample = sample + self._samples_before[block]
         unit = np.searchsorted(self._unit_ends, sample.astype(self._unit_ends.dtype), side="right")
-        before = self._unit_ends[unit - 1].astype(np.int64)
-        before[unit == 0] = 0
+        offset = self._unit_ends[unit - 1].astype(np.int64)  # number of samples of earlier units
+        offset[unit == 0] = 0
         block_index = self._indices[block]
         shard, blocks = self._blocks.shard[block_index].astype(np.int64), self._blocks.table[block_index]
         start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.crosses_documents:
             stop = blocks["last"]
-            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - before
+            return Unit(shard, start, end - start + stop - document - 1, document, stop, *sentences), sample - offset
         document = document + unit - self._units_before[block]
         start = np.maximum(start, self._text.document_start(shard, document))
         size = np.minimum(end, self._text.document_start(shard, document + 1)) - start
-        return Unit(shard, start, size, document, document + 1, *sentences), sample - before
+        return Unit(shard, start, size, document, document + 1, *sentences), sample - offset
 
     def _sizes(self, index: int) -> np.ndarray:
         """Return the number of tokens (and separators) of each unit of a block, int64."""
@@ -120,8 +120,8 @@ class Window:
         self.samples = int(self._starts[-1])
         block = np.repeat(np.arange(len(blocks)), self.counts)
         # The sort key of sample r of c in a block is (r + u) / c, with a random u, so every block is spread evenly.
-        position = np.arange(self.samples) - self._starts[block] + uniform(draw(key, np.arange(len(blocks))))[block]
-        self._order = np.argsort(position / self.counts[block], kind="stable").astype(np.uint32)
+        offset = np.arange(self.samples) - self._starts[block] + uniform(draw(key, np.arange(len(blocks))))[block]
+        self._order = np.argsort(offset / self.counts[block], kind="stable").astype(np.uint32)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (index into `blocks`, index in the block) of each sample, given its index in the window; int64 [B]."""
@@ -169,7 +169,7 @@ class SourceOrder:
     """
 
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
-        self.counts, self._key, self._window_blocks, self._open = counts, key, window_blocks, open_window
+        self.counts, self._key, self._window_blocks, self._initial_window = counts, key, window_blocks, open_window
         self.samples = int(counts.sum(dtype=np.int64))
         self.epoch = lru_cache(maxsize=2)(self._make_epoch)
 
@@ -177,9 +177,9 @@ class SourceOrder:
         """Return (epoch, window, index in the window) of each sample, given its `index` in the source; int64 [B]."""
         epoch, sample = np.divmod(index, self.samples)
         window = np.empty_like(index)
-        for number in np.unique(epoch).tolist():
-            members = np.flatnonzero(epoch == number)
-            samples_before = self.epoch(number).samples_before
+        for epoch_index in np.unique(epoch).tolist():
+            members = np.flatnonzero(epoch == epoch_index)
+            samples_before = self.epoch(epoch_index).samples_before
             window[members] = np.searchsorted(samples_before, sample[members], side="right") - 1
             sample[members] -= samples_before[window[members]]
         return epoch, window, sample
@@ -196,10 +196,10 @@ class SourceOrder:
 
     def largest_window_group(self) -> list[np.ndarray]:
         """Return the block indices (int64) of each window in the largest group of windows that one batch may read."""
-        first_epoch, first_block = (self._open.epoch, self._open.start) if self._open else (0, 0)
-        bounds = {epoch: self._bounds(epoch) for epoch in range(first_epoch, first_epoch + 3)}
+        first = self._initial_window or OpenWindow(0, 0, 0)
+        bounds = {epoch: self._bounds(epoch) for epoch in range(first.epoch, first.epoch + 3)}
         windows = [(epoch, n) for epoch, edges in bounds.items() for n in range(len(edges) - 1)]
-        windows = windows[np.searchsorted(bounds[first_epoch], first_block) :]
+        windows = windows[np.searchsorted(bounds[first.epoch], first.start) :]
         sizes = np.concatenate([np.diff(edges) for edges in bounds.values()])[-len(windows) :]
         combined = sizes[:-1] + sizes[1:]
         # A batch may read three windows if the middle one is small, as at the end of an epoch.
@@ -219,24 +219,24 @@ class SourceOrder:
 
     def first_sample(self, epoch: int, position: int) -> int:
         """Return the index of the first sample of the block at `position` in the order of an epoch."""
-        before = self.epoch(epoch).order[:position]
-        return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
+        earlier_blocks = self.epoch(epoch).order[:position]
+        return epoch * self.samples + int(self.counts[earlier_blocks].sum(dtype=np.int64))
 
-    def _make_epoch(self, number: int) -> _Epoch:
+    def _make_epoch(self, epoch: int) -> _Epoch:
         count = len(self.counts)
         # The whole order is needed, so sort by hashes: for few blocks, a Feistel permutation would need many steps.
-        order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
-        bounds = self._bounds(number)
+        order = np.argsort(draw(draw(self._key, epoch), np.arange(count))).astype(np.uint32)
+        bounds = self._bounds(epoch)
         sums = np.concatenate(([0], np.cumsum(self.counts[order], dtype=np.int64)))
         return _Epoch(order, bounds, sums[bounds])
 
-    def _bounds(self, number: int) -> np.ndarray:
+    def _bounds(self, epoch: int) -> np.ndarray:
         """Return the start of each window in the block order of an epoch, followed by the number of blocks."""
-        count, first, starts = len(self.counts), 0, []
-        if self._open is not None and number == self._open.epoch:
-            starts, first = [0, self._open.start], self._open.stop
-        windows = max(1, (count - first) // self._window_blocks)
-        edges = first + np.arange(windows + 1) * (count - first) // windows
+        count, first_new, starts = len(self.counts), 0, []
+        if self._initial_window is not None and epoch == self._initial_window.epoch:
+            starts, first_new = [0, self._initial_window.start], self._initial_window.stop
+        windows = max(1, (count - first_new) // self._window_blocks)
+        edges = first_new + np.arange(windows + 1) * (count - first_new) // windows
         return np.unique(np.append(starts, edges)).astype(np.int64)
 
 
@@ -257,7 +257,7 @@ def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, s
 
 
 def counts_file(shards: TokenShards, source: int, cutting: Cutting, blocks: int) -> Path:
-    """Return the path of the file that stores the counts of a source with `blocks` blocks."""
+    """Return the path of the file that stores the sample counts of a source with `blocks` blocks."""
     identity = [shards.source_fingerprint(source), shards.split, cutting.identity, blocks]
     return shards.folder / COUNTS / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.npy"
 

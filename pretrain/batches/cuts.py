@@ -2,7 +2,7 @@
 
 The number of samples of a document depends only on its length and the capacity of a sequence. It is slightly higher
 than necessary, so that most cuts can be moved to a sentence boundary. A document is divided at independent positions
-into groups of up to _GROUP parts, and each group is halved recursively, so any part is found in a few steps. A part is
+into groups of a few parts, and each group is halved recursively, so any part is found in a few steps. A part is
 a sample, or two if it is divided again to get short sequences. All cuts change from epoch to epoch.
 
 A unit is a document, or a block of documents if sequences cross documents. A position is a token offset from the start
@@ -18,8 +18,8 @@ import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
 
-_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, to cut between sentences; their maximum share
-_GROUP = 4  # maximum parts of a group
+_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens per sample, to move cuts to sentence starts; their maximum share
+_MAX_GROUP_PARTS = 4  # maximum number of parts in a group
 _GOLDEN = 0.6180339887498949  # golden ratio: the fractional parts of its multiples are evenly spread
 _NODE, _GRID, _DIVIDED, _HALF = range(4)  # counters for `draw`, for independent random numbers of a unit
 
@@ -57,8 +57,8 @@ class Cutting:
     """Settings for dividing units into samples.
 
     Args:
-        capacity: maximum tokens of a sequence, not counting special tokens; at least 4.
-        min_tokens: minimum tokens of a sample.
+        capacity: maximum number of tokens in a sequence, not counting special tokens; at least 4.
+        min_tokens: minimum number of tokens in a sample.
         short_share: share of the parts of a unit that are divided again to get short sequences.
         crosses_documents: whether sequences cross documents; units are then whole blocks.
     """
@@ -124,7 +124,7 @@ class Cutting:
     def _find_part(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index of each sample's part; half of the part that the sample is, 0 or 1, or -1 if undivided)."""
+        """Return the index of each sample's part, and which half of it the sample is (0 or 1; -1: the whole part)."""
         divided = self._count_divided(size, parts)
         half = np.full_like(sample, -1)
         rows = np.flatnonzero(divided)
@@ -135,15 +135,15 @@ class Cutting:
         def nth_divided_part(index: np.ndarray) -> np.ndarray:
             return np.floor((index + shift) * ratio).astype(np.int64)
 
-        # Samples with indices beyond the parts are the second halves of divided parts.
-        second = sample[rows] - parts[rows]
-        part = np.where(second >= 0, nth_divided_part(np.maximum(second, 0)), sample[rows])
+        # Samples whose index is not an index of a part are the second halves of divided parts.
+        second_half = sample[rows] - parts[rows]
+        part = np.where(second_half >= 0, nth_divided_part(np.maximum(second_half, 0)), sample[rows])
         nearest = np.floor(part / ratio - shift).astype(np.int64)
         is_divided = np.zeros(len(rows), bool)
         for index in (nearest, nearest + 1):
             is_valid = (index >= 0) & (index < divided[rows])
             is_divided |= is_valid & (nth_divided_part(index) == part)
-        half[rows] = np.where(second >= 0, 1, np.where(is_divided, 0, -1))
+        half[rows] = np.where(second_half >= 0, 1, np.where(is_divided, 0, -1))
         result = sample.copy()
         result[rows] = part
         return result, half
@@ -152,7 +152,7 @@ class Cutting:
         self, search: _Search, size: np.ndarray, parts: np.ndarray, part: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Narrow each span to a group of parts; return the range (first, stop) of the parts in each group."""
-        groups = np.maximum(1, -(-parts // _GROUP))
+        groups = np.maximum(1, -(-parts // _MAX_GROUP_PARTS))
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, stop = group * parts // groups, (group + 1) * parts // groups
         above_minimum = size // np.maximum(parts, 1) - self._min_part_tokens
@@ -217,7 +217,7 @@ class _Search:
         *,
         keep_first: np.ndarray | bool,
     ) -> None:
-        """Cut the spans `rows` at the sentence start in [lower, upper] nearest to `target`, else at `target`."""
+        """Cut the spans `rows` at the sentence nearest to `target` in [lower, upper], or at `target`; keep a side."""
         if not len(rows):
             return
         spans = self.spans

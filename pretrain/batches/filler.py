@@ -12,7 +12,7 @@ from torch import Tensor
 from pretrain.batches.batch import Filler, MicroBatch
 from pretrain.batches.pairs import IGNORED
 
-_MIN_MULTIPLE = 16  # numbers of tokens and of tokens to predict are multiples of 16, which suit tensor cores
+_MIN_MULTIPLE = 16  # smallest multiple to which numbers of tokens and of predictions are rounded; suits tensor cores
 
 # Maximum relative growth by rounding, except that filler sequences may add a few more tokens. In a run of mini.yaml,
 # where the masking share and the number of sequences change, 600 micro-batches have 46 shapes instead of 457, with 2 %
@@ -32,15 +32,14 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
     token_unit = _rounding_unit(tokens, _TOKEN_GROWTH, _MIN_MULTIPLE)
-    # At least one filler sequence, and enough of them for all filler tokens.
     min_filler_sequences = -(-token_unit // (sequence_length - 1))
     sequence_unit = _rounding_unit(sequences, _SEQUENCE_GROWTH)
-    filler_sequences = _missing_to_multiple(sequences + min_filler_sequences, sequence_unit) + min_filler_sequences
-    filler_tokens = _missing_to_multiple(tokens + filler_sequences, token_unit) + filler_sequences
+    filler_sequences = _shortfall(sequences + min_filler_sequences, sequence_unit) + min_filler_sequences
+    filler_tokens = _shortfall(tokens + filler_sequences, token_unit) + filler_sequences
     filler_lengths = [(filler_tokens + index) // filler_sequences for index in range(filler_sequences)]
     # The last filler sequence has `filler_rows` + 1 query positions; the longest sequence must be at least as long.
     max_row_unit = 1 << (max(*batch.lengths, *filler_lengths).bit_length() - 1)
-    filler_rows = _missing_to_multiple(rows, min(max_row_unit, _rounding_unit(rows, _ROW_GROWTH, _MIN_MULTIPLE)))
+    filler_rows = _shortfall(rows, min(max_row_unit, _rounding_unit(rows, _ROW_GROWTH, _MIN_MULTIPLE)))
     ends = tokens + torch.tensor(filler_lengths).cumsum(0)
     return dataclasses.replace(
         batch,
@@ -62,7 +61,7 @@ def _rounding_unit(count: int, growth: float, minimum: int = 1) -> int:
     return max(minimum, 1 << max(0, int(count * growth).bit_length() - 1))
 
 
-def _missing_to_multiple(count: int, unit: int) -> int:
+def _shortfall(count: int, unit: int) -> int:
     return -count % unit
 
 

@@ -39,10 +39,10 @@ from pretrain.corpus.shards import TokenShards
 
 logger = logging.getLogger(__name__)
 
-_MIN_HELD_OUT_SEQUENCES = 16  # minimum sequences of a held-out source, to report its loss separately
-_PREFETCH_TOKENS = 1 << 22  # maximum tokens prefetched per rank: 28 bytes per token, 120 MB in all
-_COUNT_CHUNK_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
-_EVALUATION_SEQUENCES = 1024  # approximate sequences per `StepBatch` of an evaluation
+_MIN_HELD_OUT_SEQUENCES = 16  # minimum number of sequences of a held-out source to report its loss separately
+_PREFETCH_TOKENS = 1 << 22  # maximum number of tokens that a rank prefetches: 120 MB, at 28 bytes per token
+_COUNT_CHUNK_TOKENS = 1 << 16  # number of tokens gathered at a time to count masked tokens
+_EVALUATION_SEQUENCES = 1024  # approximate number of sequences per `StepBatch` of an evaluation
 # Minimum sequences per machine and batch for machines to read different text; with fewer, token counts differ too much.
 _MIN_MACHINE_SEQUENCES = 512
 
@@ -53,7 +53,7 @@ Batch = TypeVar("Batch", "StepBatch", "RankShare")
 class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
-    micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more of them
+    micro_batches: tuple[MicroBatch, ...]  # ranks in other parts of the batch may have more
     first_sample: int  # index of the batch's first sample within the phase
     sequences: int  # number of sequences, over all ranks
 
@@ -123,7 +123,7 @@ class Loader:
         step_tokens = settings.global_sequences * settings.sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
         self._queue: queue.Queue[_QueueItem] = queue.Queue(depth)
-        self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
+        self._lookahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
         name = f"loader-{rank}"
         self.thread = threading.Thread(target=self._produce, args=(settings, start_step), name=name, daemon=True)
@@ -157,11 +157,11 @@ class Loader:
 
     def _take(self) -> StepBatch | BaseException | None:
         """Return the next batch, None at the end, or an error."""
-        item = self._ahead.popleft() if self._ahead else self._fetch()
+        item = self._lookahead.popleft() if self._lookahead else self._fetch()
         if self._exchange is not None and isinstance(item, (StepBatch, Future)):
             # Request the exchange for the next step. All ranks take the same steps, so whenever they stop, they have
             # requested the same number of exchanges.
-            self._ahead.append(self._fetch())
+            self._lookahead.append(self._fetch())
         if not isinstance(item, Future):
             return item
         try:
@@ -181,7 +181,7 @@ class Loader:
     def _complete(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
         """Complete a share with the counts of all ranks, split into `micro_batches`, the maximum over all ranks."""
         if micro_batches > len(share.micro_batches):
-            split = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
+            split = self._maker.make_share(share.first_sample, share.sequences, micro_batches=micro_batches)
             share = self._pinned(split)
         return self._maker.complete(share, counts)
 
@@ -191,7 +191,7 @@ class Loader:
             for step in range(start_step, phase.steps):
                 first, sequences = phase.first_sample(step), phase.sequences_at(step)
                 if self._exchange is not None and self._maker.needs_exchange(sequences):
-                    is_queued = self._put(self._pinned(self._maker.share(first, sequences)))
+                    is_queued = self._put(self._pinned(self._maker.make_share(first, sequences)))
                 else:
                     is_queued = self._put(self._pinned(self._maker.make(first, sequences)))
                 if not is_queued:
@@ -361,7 +361,7 @@ class BatchMaker:
         return balancing.number_of_parts(sequences, self.world_size) > 1
 
     def make(self, first_sample: int, sequences: int) -> StepBatch:
-        """Return this rank's share of the batch of samples `first_sample` to `first_sample + sequences - 1`.
+        """Return this rank's share of the batch that starts at `first_sample` and has `sequences` samples.
 
         The rank itself counts the tokens of the whole batch, which takes longer than an exchange and is impossible if
         machines read different text.
@@ -382,7 +382,7 @@ class BatchMaker:
         counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
         return self.complete(share, Counts(*map(sum, zip(*counts, strict=True))))
 
-    def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
+    def make_share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
         """Return this rank's share of a batch in at least `micro_batches` micro-batches, without other ranks' counts.
 
         If `micro_batches` is the maximum over all ranks, the share has the same micro-batches as in `make`.

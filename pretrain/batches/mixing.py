@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig
 from pretrain.corpus.shards import TokenShards
 
-_RESOLUTION = 1 << 30  # samples in a period of the `Mixture` if the shares are not integers
+_RESOLUTION = 1 << 30  # number of samples in a period of the `Mixture` if the shares are not integers
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def plan_mix(
         samples_read: number of samples of each source that were read before the phase.
         where: the phase's path in the config, for errors.
 
-    Raises `InputError` if the corpus has no sample, a weighted source is missing or `max_epochs` leaves few samples.
+    Raises `InputError` if the corpus has no sample, a weighted source is missing, or `max_epochs` leaves too few.
     """
     epochs = _source_epochs(shards, phase, samples, where)
     counts = np.array(samples, np.float64)
@@ -112,14 +112,14 @@ def _source_epochs(shards: TokenShards, phase: PhaseConfig | None, samples: Sequ
 
 
 def _cap_samples(requested: np.ndarray, remaining: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Limit each source to its `remaining` samples; the others get more in proportion. Return (samples, capped)."""
+    """Limit each source to its `remaining` samples; the others get the rest in proportion. Return (samples, capped)."""
     total, capped = requested.sum(), np.zeros(len(requested), bool)
     planned = requested
     while (exceeds := (planned > remaining) & ~capped).any():
         capped |= exceeds
-        uncapped = np.where(capped, 0.0, requested)
+        uncapped_samples = np.where(capped, 0.0, requested)
         budget = max(0.0, total - remaining[capped].sum())
-        planned = np.where(capped, remaining, uncapped * budget / max(uncapped.sum(), 1e-300))
+        planned = np.where(capped, remaining, uncapped_samples * budget / max(uncapped_samples.sum(), 1e-300))
     return planned, capped
 
 

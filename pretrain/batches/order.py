@@ -17,7 +17,7 @@ _MULTIPLIER1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
-_MAX_PERIOD = 1 << 31  # maximum samples in a period, so that the product of two counts fits in 64 bits
+_MAX_PERIOD = 1 << 31  # maximum number of samples in a period, so that the product of two counts fits in 64 bits
 _ROUNDS = 8  # half-rounds of the Feistel network; with 6, results for adjacent indices in a small range are correlated
 
 
@@ -86,15 +86,15 @@ class Mixture:
         scale = max(1.0, sum(shares) / _MAX_PERIOD)
         self.shares = tuple(max(1, int(share / scale)) if share else 0 for share in shares)
         self.period = sum(self.shares)
-        self._nonzero = np.flatnonzero(self.shares)  # the sources that have a share
+        self._nonzero = np.flatnonzero(self.shares)  # indices of the sources that have a share
         self._nonzero_shares = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, number of earlier samples of this source) of each of `samples`; int64 [B] each."""
+        """Return the source of each of `samples`, and its index among the samples of this source; int64 [B] each."""
         period, position = np.divmod(samples, self.period)
-        source, earlier = np.empty_like(samples), np.empty_like(samples)
-        self._locate(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, earlier)
-        return self._nonzero[source], earlier + period * np.array(self._nonzero_shares)[source]
+        source, index_in_source = np.empty_like(samples), np.empty_like(samples)
+        self._locate(0, len(self._nonzero_shares), np.arange(len(samples)), position, source, index_in_source)
+        return self._nonzero[source], index_in_source + period * np.array(self._nonzero_shares)[source]
 
     def counts(self, samples: int) -> list[int]:
         """Return the number of samples of each source among the first `samples`."""
@@ -104,23 +104,23 @@ class Mixture:
         return (period * np.array(self.shares) + counts).tolist()
 
     def _locate(
-        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, earlier: np.ndarray
+        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, index_in_source: np.ndarray
     ) -> None:
         """Locate the samples `rows`, given the `index` of each among the samples of the sources low .. high-1."""
         if not len(rows):
             return
         if high - low == 1:
-            source[rows], earlier[rows] = low, index
+            source[rows], index_in_source[rows] = low, index
             return
         middle = (low + high) // 2
         first_share, total = sum(self._nonzero_shares[low:middle]), sum(self._nonzero_shares[low:high])
-        earlier_in_first = index * first_share // total  # earlier samples of the first half's sources
-        is_in_first = (index + 1) * first_share // total > earlier_in_first
-        self._locate(low, middle, rows[is_in_first], earlier_in_first[is_in_first], source, earlier)
-        self._locate(middle, high, rows[~is_in_first], (index - earlier_in_first)[~is_in_first], source, earlier)
+        count_in_first = index * first_share // total  # number of earlier samples of the first half's sources
+        is_in_first = (index + 1) * first_share // total > count_in_first
+        self._locate(low, middle, rows[is_in_first], count_in_first[is_in_first], source, index_in_source)
+        self._locate(middle, high, rows[~is_in_first], (index - count_in_first)[~is_in_first], source, index_in_source)
 
     def _counts(self, low: int, high: int, samples: int) -> list[int]:
-        """Return the number of samples of each of the sources low .. high-1 among their first `samples`."""
+        """Return how many of the first `samples` samples of the sources low .. high-1 are from each of them."""
         if high - low == 1:
             return [samples]
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
 """Sequences that cross documents: RoBERTa's FULL-SENTENCES input (Liu et al. 2019, section 4.2).
 
-A sequence consists of consecutive sentences. If a document ends before the sequence is full, a separator and the next
-document of the shard follow. Everything is vectorized over samples.
+Each sequence concatenates consecutive sentences. If a document ends before the sequence is full, a separator and the
+next document of the shard follow. Everything is vectorized over samples.
 """
 
 import numpy as np

@@ -19,8 +19,8 @@ from pretrain.batches.text import ShardText
 # Counters for `draw`, for independent random numbers of a sample; the index of the round is added to the last three.
 _LABEL, _SPLIT, _TIE, _INSIDE = 0, 16, 32, 48
 _LABEL_1_SHARE = 0.5  # share of label 1 among the labeled samples (Devlin et al. 2019, appendix A.2)
-_SENTENCE_ROUNDS = 2  # rounds of finding partners; after the first, B starts at another sentence in samples without one
-_INSIDE_ROUNDS = 3  # further rounds, in which B starts at a token inside a sentence
+_SENTENCE_ROUNDS = 2  # rounds of coupling at sentence starts; each draws a new start of B for samples without a partner
+_INSIDE_ROUNDS = 3  # further rounds of coupling, in which B starts at a token inside a sentence
 IGNORED = -100  # label that is ignored by cross-entropy, as in torch
 
 
@@ -143,8 +143,8 @@ def _is_inside(text: ShardText, spans: PairSpans, rows: np.ndarray, length: np.n
 
 def _couple(spans: PairSpans, partner: np.ndarray, row_a: np.ndarray, row_b: np.ndarray) -> None:
     """Couple `row_a[i]` with `row_b[i]` if their documents differ."""
-    differ = spans.document[row_a] != spans.document[row_b]
-    partner[row_a[differ]], partner[row_b[differ]] = row_b[differ], row_a[differ]
+    is_valid = spans.document[row_a] != spans.document[row_b]
+    partner[row_a[is_valid]], partner[row_b[is_valid]] = row_b[is_valid], row_a[is_valid]
 
 
 def _index_in_run(group: np.ndarray) -> np.ndarray:

@@ -72,13 +72,13 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     special = shards.special_ids
     starts = np.concatenate(([0], np.cumsum(plan.lengths)))
     cls_positions = starts[:-1]
-    source_index, separators, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
+    source_index, seps, token_types = _pair_layout(text, plan, cls_positions) if paired else _layout(text, plan)
     positions = np.arange(starts[-1])
     sequence = np.repeat(np.arange(len(cls_positions)), plan.lengths)
-    source_index += positions
+    source_index += positions  # the layouts return it relative to the position
     # Special tokens are not in the shards: fetch any token, which is replaced below.
     source_index[cls_positions] = source_index[cls_positions + 1]
-    source_index[separators] = source_index[1]
+    source_index[seps] = source_index[1]
     input_ids = text.tokens.array.take(source_index).astype(np.int64)
     if (largest := input_ids.max()) >= shards.vocabulary_size:
         raise InputError(
@@ -86,17 +86,17 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
             f"{shards.vocabulary_size} entries; a shard is damaged. Prepare the corpus again."
         )
     input_ids[cls_positions] = special["cls"]
-    input_ids[separators] = special["sep"]
+    input_ids[seps] = special["sep"]
     is_content = np.ones(starts[-1], bool)
     is_content[cls_positions] = False
-    is_content[separators] = False
+    is_content[seps] = False
     return PackedTokens(input_ids, token_types, positions - cls_positions[sequence], starts, sequence, is_content)
 
 
 def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Like `_layout`, for [CLS] A [SEP] B [SEP]; `starts`, int64 [S], are the starts of the sequences."""
-    source_a = text.tokens.spans(plan.shard_a, plan.start_a, plan.length_a)
-    source_b = text.tokens.spans(plan.shard_b, plan.start_b, plan.length_b)
+    source_a = text.tokens.span_starts(plan.shard_a, plan.start_a, plan.length_a)
+    source_b = text.tokens.span_starts(plan.shard_b, plan.start_b, plan.length_b)
     b_starts = starts + plan.length_a + 2
     lengths = _interleave(plan.length_a + 2, plan.length_b + 1)
     offsets = np.repeat(_interleave(source_a - starts - 1, source_b - b_starts), lengths)
@@ -107,7 +107,7 @@ def _pair_layout(text: ShardText, plan: SamplePlan, starts: np.ndarray) -> tuple
 def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (per output position, index of its source token minus the position; positions of [SEP]; token types)."""
     start = plan.start_a
-    source_start = text.tokens.spans(plan.shard_a, start, plan.length_a)
+    source_start = text.tokens.span_starts(plan.shard_a, start, plan.length_a)
     sequence, document_start = document_starts(text, plan.shard_a, start, plan.length_a, plan.document, plan.separators)
     is_first = np.diff(sequence, prepend=-1) > 0
     ends = np.append(document_start[1:], 0)

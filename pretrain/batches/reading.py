@@ -1,4 +1,4 @@
-"""Count how often an epoch reads each token, by planning a part of the epoch."""
+"""Counts how often an epoch reads each token, by planning a part of the epoch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class Reading:
     reads: float  # mean number of times that a token is read
     unread: float  # share of the tokens that are never read
     twice: float  # share of the tokens that are read twice or more
-    mean_length: float  # mean tokens of a sample, including special tokens
+    mean_length: float  # mean number of tokens of a sample, including special tokens
     at_sentence_ends: float  # share of the samples that end at a sentence boundary
     labeled: float  # share of the samples with an NSP or SOP label; 0 without pairs
 
@@ -56,7 +56,7 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
     """
     sampler = Sampler(shards, config.pairs, sequence_length=length, seed=config.seed, window_blocks=_BLOCKS)
     counts = [_count_window(source) for source in sampler.sources if source.samples]
-    tokens, reads, unread, twice, samples, total, ends, labeled = np.sum(counts, axis=0).tolist()
+    tokens, reads, unread, twice, samples, sample_tokens, sentence_ends, labeled = np.sum(counts, axis=0).tolist()
     return Reading(
         sequence_length=length,
         input_format=config.pairs.chosen_format,
@@ -64,8 +64,8 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
         reads=reads / tokens,
         unread=unread / tokens,
         twice=twice / tokens,
-        mean_length=total / samples,
-        at_sentence_ends=ends / samples,
+        mean_length=sample_tokens / samples,
+        at_sentence_ends=sentence_ends / samples,
         labeled=labeled / samples if config.pairs.has_classifier else 0.0,
     )
 
@@ -79,7 +79,7 @@ def _count_window(source: SourceSamples) -> Sequence[float]:
     shard, start, end = shard[order], start[order], end[order]
     block_start = np.cumsum(end - start) - (end - start)
     key = (shard << 48) + start
-    changes = np.zeros(int((end - start).sum()) + 1, np.int8)  # differences of the reads of adjacent tokens
+    changes = np.zeros(int((end - start).sum()) + 1, np.int8)  # reads of each token, minus the previous token's
     first, stop = source.order.epoch(0).samples_before[:2].tolist()
     sums = np.zeros(4)
     for batch_start in range(first, stop, _BATCH_SAMPLES):

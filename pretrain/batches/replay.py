@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
-_SHARE_KEY = "replay_share"  # in an entry of `TokenShards.sources`: share of the samples, for all replayed sources
+_SHARE_KEY = "replay_share"  # key of `TokenShards.sources` entries: share of samples of all replayed sources together
 
 
 def with_replay(shards: TokenShards, general: TokenShards, share: float) -> TokenShards:
@@ -21,7 +21,7 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
     The vocabulary of `general` must be the vocabulary of `shards` or a prefix of it.
 
     Raises:
-        InputError: the token types of the corpora differ, or `general` has no text.
+        InputError: the corpora store tokens in different dtypes, or `general` has no text.
     """
     if not general.shards:
         raise InputError(f"{general.folder}: no text in this split, so nothing can be replayed. Prepare it again.")
@@ -33,7 +33,7 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         )
     digest = hashlib.sha256(f"{shards.fingerprint} {general.fingerprint} {share!r}".encode())
     start = len(shards.sources)
-    # Replayed sources have no names: a phase's weights must only apply to the run's sources, which may have the same.
+    # Replayed sources have no names: a phase's weights apply only to the run's sources, whose names may be the same.
     replayed = [{"weight": source.get("weight", 1.0), _SHARE_KEY: share} for source in general.sources]
     return dataclasses.replace(
         shards,
@@ -55,7 +55,7 @@ def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], 
     """Return how many epochs of each source an epoch of the mixture reads.
 
     Args:
-        sources: all sources; each replayed one stores the share of samples that all of them have together.
+        sources: all sources; each replayed one stores the share of samples of all replayed sources together.
         weights: weight of each source, relative to the other sources of its kind (replayed or not).
         samples: number of samples in an epoch of each source.
 

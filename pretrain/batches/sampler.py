@@ -49,7 +49,7 @@ def make_rollback(
     phase, phase_step = config.phase_at(steps_read - 1)
     sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=previous)
     all_progress = sampler.progress_after(config.phases[phase].first_sample(phase_step + 1))
-    pairs = zip(_source_names(shards), all_progress, strict=True)
+    pairs = zip(_source_ids(shards), all_progress, strict=True)
     return Rollback(step, [[*source, *astuple(progress)] for source, progress in pairs if progress is not None])
 
 
@@ -102,10 +102,10 @@ def phase_samplers(
 
 def _rollback_progress(rollback: Rollback, shards: TokenShards) -> list[SourceProgress | None]:
     known = {(name, fingerprint): SourceProgress(*progress) for name, fingerprint, *progress in rollback.read}
-    return [known.get(source) for source in _source_names(shards)]
+    return [known.get(source) for source in _source_ids(shards)]
 
 
-def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
+def _source_ids(shards: TokenShards) -> list[tuple[str, str]]:
     """Return (name, fingerprint) of each source; the name of a replayed source is empty."""
     return [(source.get("name", ""), shards.source_fingerprint(n)) for n, source in enumerate(shards.sources)]
 
@@ -126,9 +126,9 @@ class Sampler:
         phase: the phase that sets the share of each source; without it, the weights in the corpus apply.
         where: path of `phase` in the config, for errors.
         start: progress in each source at the planned start of the phase, from `progress_after`.
-        resumed: after a rollback: (first sample, progress in each source before it).
+        resumed: None, or after a rollback: (first sample to read, progress in each source before this sample).
         batch_size: number of samples in a batch; windows are large enough for a batch.
-        block_tokens: approximate tokens per block; by default, the blocks of the corpus are used.
+        block_tokens: approximate number of tokens per block; by default, the blocks of the corpus are used.
         window_blocks: minimum number of blocks in the windows of all sources together, by default `WINDOW_BLOCKS`.
         machine: the machine whose samples can be planned (`owners`).
 
@@ -190,21 +190,21 @@ class Sampler:
             )
         ]
         # A rollback changes which samples are read, but not the mix.
-        samples_read = self._first_samples_after(start)
+        samples_read = self._next_samples(start)
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], samples_read, where)
         self._mixture = Mixture(self.mix.shares)
         self._earlier_counts = self._mixture.counts(first_sample)  # samples of each source that earlier samplers read
         # Added to a sample's index among the phase's samples of a source, to get its index in the source.
-        self._offsets = np.subtract(self._first_samples_after(self._start), self._earlier_counts).tolist()
+        self._offsets = np.subtract(self._next_samples(self._start), self._earlier_counts).tolist()
 
-    def _first_samples_after(self, progress: Sequence[SourceProgress | None]) -> list[int]:
+    def _next_samples(self, progress: Sequence[SourceProgress | None]) -> list[int]:
         """Return the index of the first sample of each source after its `progress`."""
         pairs = zip(self.sources, progress, strict=True)
-        return [source.first_after(position) if source.samples else 0 for source, position in pairs]
+        return [source.next_sample(position) if source.samples else 0 for source, position in pairs]
 
     @contextlib.contextmanager
     def keep_text_cached(self) -> Iterator[None]:
-        """Keep the text of all samples that are planned in this context cached; only one thread can enter it."""
+        """Keep the text of all samples that are planned in this context cached; only one thread at a time can enter."""
         with self._lock:
             for source in self.sources:
                 source.held_windows = []
@@ -230,11 +230,11 @@ class Sampler:
     @property
     def identity(self) -> list[list[Any]]:
         """Values that determine the order of samples: [name, fingerprint, share] of each source with a share."""
-        named_shares = zip(_source_names(self.shards), self._mixture.shares, strict=True)
+        named_shares = zip(_source_ids(self.shards), self._mixture.shares, strict=True)
         return [[*source, share] for source, share in named_shares if share]
 
     def readings(self, samples: int, skipped_tokens: Sequence[int] = ()) -> list[SourceReading]:
-        """Return how much of each source the first `samples` read; `skipped_tokens` has a count per source."""
+        """Return how much of each source the first `samples` samples read; `skipped_tokens` has a count per source."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
@@ -272,30 +272,30 @@ class Sampler:
             for source, offset, count, earlier, start in columns
         ]
 
-    def skipped_tokens(self, source: int, reader: SourceSamples | None) -> int:
-        """Count the tokens of a source that this sampler skips: the rest of the open window of `reader`, which read the
-        source last; 0 if both cut samples in the same way.
+    def skipped_tokens(self, source: int, last_reader: SourceSamples | None) -> int:
+        """Count the tokens of a source that this sampler skips: the rest of the window that `last_reader` left open; 0
+        if both cut samples in the same way.
         """
-        start = self._start[source]
-        return reader.count_unread(start) if reader and start and reader.cutting != self.sources[source].cutting else 0
+        start, cutting = self._start[source], self.sources[source].cutting
+        return last_reader.count_unread(start) if last_reader and start and last_reader.cutting != cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the index of the machine that reads each sample, int64 [B]; all read nearly the same number."""
-        source, earlier = self._mixture.locate(samples)
+        """Return the index of the machine that reads each sample, int64 [B]; machines read nearly equal numbers."""
+        source, index_in_source = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for source_index in np.unique(source).tolist():
             indices = np.flatnonzero(source == source_index)
-            owner[indices] = self.sources[source_index].owners(earlier[indices] + self._offsets[source_index])
+            owner[indices] = self.sources[source_index].owners(index_in_source[indices] + self._offsets[source_index])
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine (int64 [B], indices counted across epochs). Reads offsets, but no tokens."""
         self._text.count_lookups(len(samples))
-        source, earlier = self._mixture.locate(samples)
+        source, index_in_source = self._mixture.locate(samples)
         plans, positions = [], []
         for source_index in np.unique(source).tolist():
             indices = np.flatnonzero(source == source_index)
-            plans.append(self.sources[source_index].plan(earlier[indices] + self._offsets[source_index]))
+            plans.append(self.sources[source_index].plan(index_in_source[indices] + self._offsets[source_index]))
             positions.append(indices)
         plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
         plan.sample_index[:] = samples
@@ -327,5 +327,5 @@ def _streamed_blocks(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | No
     cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
     if cache is None:
         return None
-    first = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
-    return StreamedBlocks(cache, cache.global_indices(blocks.shard, np.arange(len(blocks)) - first))
+    first_block = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
+    return StreamedBlocks(cache, cache.global_indices(blocks.shard, np.arange(len(blocks)) - first_block))

@@ -27,7 +27,7 @@ class MaskingVocabulary:
 
 
 class MaskingScheme:
-    """Chooses the tokens to predict and their replacements. Every scheme subclasses this as `Scheme`.
+    """Chooses the tokens to predict and their replacements. Every scheme is a subclass named `Scheme`.
 
     Results must depend only on the arguments. `bits` are a function of (source's fingerprint, seed, epoch of the
     source, index in the epoch, sequence length, position), so masks do not depend on ranks, restarts or batch sizes.
@@ -49,7 +49,7 @@ class MaskingScheme:
         Args:
             tokens: S concatenated sequences with T tokens in total.
             bits: random bits of each token, uint64 [T].
-            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its number of non-special tokens.
+            limits: maximum number of tokens to predict in each sequence, int64 [S]; may exceed its non-special tokens.
 
         Returns:
             Ascending indices of the chosen tokens, int64 [K].
@@ -86,21 +86,21 @@ def word_heads(tokens: PackedTokens, candidates: np.ndarray, vocabulary: Masking
     return np.flatnonzero(is_start)
 
 
-def shuffle(tokens: PackedTokens, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle `index`, ascending indices of tokens, within each sequence.
+def shuffle(tokens: PackedTokens, indices: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle `indices`, ascending indices of tokens, within each sequence.
 
-    Returns (end of each sequence in the shuffled indices, int64 [S]; shuffled indices). Sorts 64-bit integers that
+    Returns (end of each sequence in the shuffled indices, int64 [S]; shuffled indices). It sorts 64-bit integers that
     consist of the index of the sequence, up to 32 random bits, and the position.
     """
     sequences = len(tokens.starts) - 1
     position_bits = int(tokens.positions.max(initial=0)).bit_length()
     random_bits = min(32, 64 - position_bits - sequences.bit_length())
-    sequence = tokens.sequence[index]
+    sequence = tokens.sequence[indices]
     packed = sequence.astype(np.uint64)
     packed <<= np.uint64(random_bits)
-    packed |= bits[index] & np.uint64((1 << random_bits) - 1)
+    packed |= bits[indices] & np.uint64((1 << random_bits) - 1)
     packed <<= np.uint64(position_bits)
-    packed |= tokens.positions[index].astype(np.uint64)
+    packed |= tokens.positions[indices].astype(np.uint64)
     packed.sort()
     ends = np.cumsum(np.bincount(sequence, minlength=sequences))
     packed &= np.uint64((1 << position_bits) - 1)
@@ -108,6 +108,6 @@ def shuffle(tokens: PackedTokens, index: np.ndarray, bits: np.ndarray) -> tuple[
     return ends, packed.view(np.int64) + tokens.starts[sequence]
 
 
-def per_sequence(tokens: PackedTokens, index: np.ndarray) -> np.ndarray:
-    """Return the number of the tokens `index` in each sequence, int64 [S]."""
-    return np.bincount(tokens.sequence[index], minlength=len(tokens.starts) - 1)
+def per_sequence(tokens: PackedTokens, indices: np.ndarray) -> np.ndarray:
+    """Count the tokens `indices` in each sequence, int64 [S]."""
+    return np.bincount(tokens.sequence[indices], minlength=len(tokens.starts) - 1)

@@ -21,12 +21,12 @@ from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
 _CELL_SAMPLES = 8  # samples of a cell (`pairs`) per token of capacity, so that most lengths of B occur several times
-_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2  # number of layers and windows that are cached
+_CACHED_STRATA, _CACHED_WINDOWS = 2, 2  # numbers of cached strata (`_plan_window`) and windows
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # 2^32 / golden ratio: its multiples modulo 2^32 are evenly spread
-_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # number of samples processed at a time
+_OWNER_BATCH, _COUNT_BATCH = 1 << 16, 1 << 14  # numbers of samples processed at a time
 _WINDOW_BITS = 32  # bits for the index of a window in an epoch
 _OFFSET_BITS = 44  # bits for a token offset within a shard
-_SHARE_BLOCKS = 16  # minimum blocks in a share of a window, so that shares have nearly the same number of tokens
+_MIN_BLOCKS = 16  # minimum number of blocks in a division of a window, so that divisions have similar numbers of tokens
 
 V = TypeVar("V")
 
@@ -105,14 +105,14 @@ class SourceSamples:
         self._shard_in_source = np.zeros(1 + max(shards, default=0), np.int64)  # index of each shard within the source
         self._shard_in_source[shards] = np.arange(len(shards))
         self._windows: _LruCache[_LoadedWindow] = _LruCache(_CACHED_WINDOWS)
-        self._layers: _LruCache[SamplePlan] = _LruCache(_CACHED_LAYERS)
+        self._strata: _LruCache[SamplePlan] = _LruCache(_CACHED_STRATA)
 
     @property
     def samples(self) -> int:
         """Number of samples in an epoch."""
         return self.order.samples
 
-    def first_after(self, progress: SourceProgress | None) -> int:
+    def next_sample(self, progress: SourceProgress | None) -> int:
         """Return the index of the first sample after `progress`."""
         if progress is None:
             return 0
@@ -136,7 +136,7 @@ class SourceSamples:
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` of this machine, int64 [B]."""
         plans, positions = [], []
-        for indices, window, window_samples in self._by_window(samples):
+        for indices, window, window_samples in self._group_by_window(samples):
             plans.append(self._plan_window(window, window_samples))
             positions.append(indices)
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
@@ -144,37 +144,37 @@ class SourceSamples:
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """Return the index of the machine that reads each sample, int64 [B], without reading text."""
         owner = np.zeros_like(samples)
-        for indices, window, window_samples in self._by_window(samples):
+        for indices, window, window_samples in self._group_by_window(samples):
             owner[indices] = window.owner[window_samples]
         return owner
 
-    def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
+    def _group_by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _LoadedWindow, np.ndarray]]:
         """Yield (indices into `samples`, window, indices of these samples in the window) for each window."""
         epoch, window, window_samples = self.order.locate(samples)
         group = (epoch << _WINDOW_BITS) + window
         for window_id in np.unique(group).tolist():
             indices = np.flatnonzero(group == window_id)
-            loaded = self._open(*divmod(window_id, 1 << _WINDOW_BITS))
+            loaded = self._load_window(*divmod(window_id, 1 << _WINDOW_BITS))
             if self.held_windows is not None:
                 self.held_windows.append(loaded)
             yield indices, loaded, window_samples[indices]
 
-    def _open(self, epoch: int, window: int) -> _LoadedWindow:
-        opened = self._windows.get((epoch, window))
-        if opened is None:
+    def _load_window(self, epoch: int, window: int) -> _LoadedWindow:
+        loaded = self._windows.get((epoch, window))
+        if loaded is None:
             block_indices, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
             # The key depends on the first block, not the window's index, which changes if another phase continues it.
             key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
             samples = Window(block_indices, self.order.counts[block_indices], key)
-            share, local = self._shares(block_indices), self._local_blocks(block_indices)
+            division, local_blocks = self._divide(block_indices), self._local_blocks(block_indices)
             self._windows.make_room()
-            lease = self._hold_blocks(epoch, window, local) if self._streamed else None
+            lease = self._hold_blocks(epoch, window, local_blocks) if self._streamed else None
             owner = self._sample_owners(block_indices, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
-            units = Units(self._text, self._blocks, block_indices[local], self._cutting)
-            first = int(order.samples_before[window])
-            opened = _LoadedWindow(epoch, first, samples, share, local, owner, units, lease)
-            self._windows.put((epoch, window), opened)
-        return opened
+            units = Units(self._text, self._blocks, block_indices[local_blocks], self._cutting)
+            first_sample = int(order.samples_before[window])
+            loaded = _LoadedWindow(epoch, first_sample, samples, division, local_blocks, owner, units, lease)
+            self._windows.put((epoch, window), loaded)
+        return loaded
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (shard, start token, end token) of the blocks of a window, int64 [W] each."""
@@ -186,46 +186,46 @@ class SourceSamples:
         """Return the index of the machine that reads each sample of a window, int16 [S].
 
         Machines divide the window's tokens evenly, so two machines may read the block at their boundary. With sentence
-        pairs, a machine needs both samples of a couple: each share of the window belongs to a group of machines, all
+        pairs, a machine needs both samples of a couple: each division of the window belongs to a group of machines, all
         of which read its text and take turns with its samples.
         """
         owner = np.empty(window.samples, np.int16)
         start, size, tokens = self._token_bounds(block_indices)
-        share, count = self._shares(block_indices), self._machine.count
-        groups = self._groups(share) if self._pairs.has_classifier else count
-        for first in range(0, len(owner), _OWNER_BATCH):
-            block, sample = window.locate(np.arange(first, min(first + _OWNER_BATCH, len(owner))))
+        division, count = self._divide(block_indices), self._machine.count
+        groups = self._group_count(division) if self._pairs.has_classifier else count
+        for batch_start in range(0, len(owner), _OWNER_BATCH):
+            block, sample = window.locate(np.arange(batch_start, min(batch_start + _OWNER_BATCH, len(owner))))
             if self._pairs.has_classifier:
-                machines = share[block] % groups
+                machines = division[block] % groups
             else:  # spread a block's samples evenly over its machines, in proportion to their parts of the block
                 machines = (start[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
-            owner[first : first + len(machines)] = machines
+            owner[batch_start : batch_start + len(machines)] = machines
         for group in range(groups if count > groups else 0):
             members = np.flatnonzero(owner == group)
             owner[members] += (groups * (np.arange(len(members)) % (count // groups))).astype(np.int16)
         return owner
 
-    def _shares(self, block_indices: np.ndarray) -> np.ndarray:
-        """Divide a window into 2^n shares of about equal size; return the index of each block's share, int64 [W]."""
-        loads = [(0, share) for share in range(1 << max(0, (len(block_indices) // _SHARE_BLOCKS).bit_length() - 1))]
+    def _divide(self, block_indices: np.ndarray) -> np.ndarray:
+        """Divide a window into 2^n divisions of similar size; return the index of each block's division, int64 [W]."""
+        loads = [(0, division) for division in range(1 << max(0, (len(block_indices) // _MIN_BLOCKS).bit_length() - 1))]
         table = self._blocks.table[block_indices]
         sizes = table["end"] - table["begin"]
-        shares = np.zeros(len(block_indices), np.int64)
-        for index in np.argsort(-sizes, kind="stable").tolist():  # largest block first, each to the smallest share
-            tokens, shares[index] = loads[0]
-            heapq.heapreplace(loads, (tokens + int(sizes[index]), int(shares[index])))
-        return shares
+        divisions = np.zeros(len(block_indices), np.int64)
+        for index in np.argsort(-sizes, kind="stable").tolist():  # largest first, each to the smallest division
+            tokens, divisions[index] = loads[0]
+            heapq.heapreplace(loads, (tokens + int(sizes[index]), int(divisions[index])))
+        return divisions
 
-    def _groups(self, share: np.ndarray) -> int:
-        """Return the number of groups of machines that divide a window, given the share of each block."""
-        return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
+    def _group_count(self, division: np.ndarray) -> int:
+        """Return the number of groups of machines that share a window, given the division of each block."""
+        return math.gcd(1 + int(division.max(initial=0)), self._machine.count)
 
     def _local_blocks(self, block_indices: np.ndarray) -> np.ndarray:
         """Return the indices, within the window, of the blocks that this machine reads, int64."""
         machine, count = self._machine.index, self._machine.count
         if self._pairs.has_classifier:
-            groups = self._groups(share := self._shares(block_indices))
-            return np.flatnonzero(share % groups == machine % groups)
+            groups = self._group_count(division := self._divide(block_indices))
+            return np.flatnonzero(division % groups == machine % groups)
         start, size, tokens = self._token_bounds(block_indices)
         return np.flatnonzero((start * count // tokens <= machine) & ((start + size - 1) * count // tokens >= machine))
 
@@ -236,16 +236,16 @@ class SourceSamples:
         end = np.cumsum(size)
         return end - size, size, int(end[-1])
 
-    def _hold_blocks(self, epoch: int, window: int, local: np.ndarray) -> Lease:
+    def _hold_blocks(self, epoch: int, window: int, local_blocks: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window and keep them cached; prefetch its blocks of the next window."""
         assert self._streamed is not None
-        lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local]])
+        lease = self._streamed.cache.hold(self._streamed.block_indices[self.order.blocks(epoch, window)[local_blocks]])
         next_blocks = self.order.next_blocks(epoch, window)
         self._streamed.cache.fetch_ahead(self._streamed.block_indices[next_blocks[self._local_blocks(next_blocks)]])
         return lease
 
     def held_bytes(self) -> int:
-        """Return the maximum bytes of the source that this machine holds in its cache at once."""
+        """Return the maximum number of bytes of the source that this machine holds in its cache at once."""
         if self._streamed is None:
             return 0
         cache, indices = self._streamed.cache, self._streamed.block_indices
@@ -259,38 +259,38 @@ class SourceSamples:
         if not self._pairs.has_classifier:
             return self._plan_single(*self._spans(window, window_samples, block, sample))
         counts = window.sample_order.counts
-        # A layer has one cell per share and the same fraction of each block, so its samples are read close together.
-        shares = 1 + int(window.share.max())
-        layers = max(1, window.sample_order.samples // (shares * _CELL_SAMPLES * self._cutting.capacity))
-        layer = ((sample + 1) * layers - 1) // counts[block]
+        # A stratum has one cell per division and an equal fraction of each block, so its samples are close together.
+        divisions = 1 + int(window.division.max())
+        strata = max(1, window.sample_order.samples // (divisions * _CELL_SAMPLES * self._cutting.capacity))
+        stratum = ((sample + 1) * strata - 1) // counts[block]
         plans, positions = [], []
-        for layer_index in np.unique(layer).tolist():
-            low, high = layer_index * counts // layers, (layer_index + 1) * counts // layers
-            block_starts = np.zeros(len(counts), np.int64)  # start of each block in the layer's plan
+        for stratum_index in np.unique(stratum).tolist():
+            low, high = stratum_index * counts // strata, (stratum_index + 1) * counts // strata
+            block_starts = np.zeros(len(counts), np.int64)  # start of each block in the stratum's plan
             block_starts[window.local_blocks] = np.cumsum(np.append(0, (high - low)[window.local_blocks][:-1]))
-            indices = np.flatnonzero(layer == layer_index)
-            layer_plan = self._plan_layer(window, layer_index, low, high)
-            plans.append(layer_plan[block_starts[block[indices]] + sample[indices] - low[block[indices]]])
+            indices = np.flatnonzero(stratum == stratum_index)
+            stratum_plan = self._plan_stratum(window, stratum_index, low, high)
+            plans.append(stratum_plan[block_starts[block[indices]] + sample[indices] - low[block[indices]]])
             positions.append(indices)
         return SamplePlan.concatenate(plans)[np.argsort(np.concatenate(positions), kind="stable")]
 
-    def _plan_layer(self, window: _LoadedWindow, layer_index: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
-        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, since batches share layers."""
-        key = (window.epoch, window.first_sample, layer_index)
-        plan = self._layers.get(key)
+    def _plan_stratum(self, window: _LoadedWindow, stratum_index: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
+        """Plan the samples [low, high), int64 [W], of this machine's blocks; cached, since batches share strata."""
+        key = (window.epoch, window.first_sample, stratum_index)
+        plan = self._strata.get(key)
         if plan is None:
-            local, sizes = window.local_blocks, high - low
-            block, sample = np.repeat(local, sizes[local]), ranges(low[local], sizes[local])
+            local_blocks, sizes = window.local_blocks, high - low
+            block, sample = np.repeat(local_blocks, sizes[local_blocks]), ranges(low[local_blocks], sizes[local_blocks])
             spans, _ = self._spans(window, window.sample_order.index(block, sample), block, sample)
-            plan = self._plan_pairs(replace(spans, cell=window.share[block]))
-            self._layers.put(key, plan)
+            plan = self._plan_pairs(replace(spans, cell=window.division[block]))
+            self._strata.put(key, plan)
         return plan
 
     def _spans(
         self, window: _LoadedWindow, window_samples: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
-        """Return (spans, units) of samples, given their blocks and indices in these. `_plan_layer` later sets `cell`;
-        `_plan_pairs` sets `first_sentence` and `starts_at_sentence`.
+        """Return the spans and units of samples, given their blocks and indices in these. Of the spans, `cell` is set
+        later, by `_plan_stratum`, and `first_sentence` and `starts_at_sentence` by `_plan_pairs`.
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.sample_order.blocks[block])
         shuffled = permute(sample, window.sample_order.counts[block], shuffle_key)
@@ -379,7 +379,7 @@ class _LoadedWindow:
     epoch: int
     first_sample: int  # index of the window's first sample in the epoch
     sample_order: Window
-    share: np.ndarray  # index of each block's share of the window, int64 [W]; couples are formed within a share
+    division: np.ndarray  # index of each block's division of the window, int64 [W]; couples are within a division
     local_blocks: np.ndarray  # indices of this machine's blocks within the window, int64
     owner: np.ndarray  # index of the machine that reads each sample, int16 [S]
     units: Units  # units of this machine's blocks

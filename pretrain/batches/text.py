@@ -11,8 +11,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from pretrain.corpus.shards import Shard
 
-# Looking up a sample maps about seven parts of the shards into the process, usually 64 kB each. If the corpus has more
-# than KEEP_MAPPED bytes, all parts are unmapped after every SAMPLES_MAPPED samples.
+# Looking up a sample maps about seven parts of the shards into the process, usually 64 kB each. In a corpus of more
+# than KEEP_MAPPED bytes, everything is unmapped again after every SAMPLES_MAPPED samples.
 KEEP_MAPPED = 1 << 28
 SAMPLES_MAPPED = 512
 _DAMAGED = "an offset points outside its shard; the corpus is damaged"
@@ -23,9 +23,9 @@ class Unit:
     """The unit that each of B samples is cut from: a document, or a range of consecutive documents."""
 
     shard: np.ndarray  # index of the shard
-    start: np.ndarray  # offset of the first token in the shard
+    start: np.ndarray  # offset of the first token within the shard
     size: np.ndarray  # number of tokens, plus one for each separator between documents
-    first_document: np.ndarray  # index of the first document in the shard
+    first_document: np.ndarray  # index of the first document within the shard
     stop_document: np.ndarray  # index after the last document
     first_sentence: np.ndarray  # index of the block's first sentence; the unit's document may start in an earlier block
     stop_sentence: np.ndarray  # index after the block's last sentence
@@ -40,12 +40,12 @@ class ShardText:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._sentences = JoinedArrays([np.asarray(shard.sentences).view(np.int64) for shard in shards])
         self._documents = JoinedArrays([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in shards])
-        self._tables = [np.asarray(shard.documents).view(np.int64) for shard in shards]
+        self._document_tables = [np.asarray(shard.documents).view(np.int64) for shard in shards]
         self.tokens = JoinedArrays([shard.tokens for shard in shards])
-        self._counts = np.array([len(table) - 1 for table in self._tables])
+        self._document_counts = np.array([len(table) - 1 for table in self._document_tables])
         mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
         files = {id(array.base): array.base for array in mapped if isinstance(array.base, mmap.mmap)}
-        self._mapped = list(files.values()) if sum(array.nbytes for array in mapped) > KEEP_MAPPED else []
+        self._mappings = list(files.values()) if sum(array.nbytes for array in mapped) > KEEP_MAPPED else []
         self._lookups = 0
 
     def count_lookups(self, samples: int) -> None:
@@ -57,11 +57,11 @@ class ShardText:
     def unmap_pages(self) -> None:
         """Unmap the pages that lookups have mapped, if the corpus is large."""
         self._lookups = 0
-        for mapping in self._mapped:
+        for mapping in self._mappings:
             mapping.madvise(mmap.MADV_DONTNEED)  # so that the pages are not counted as this process's memory
 
     def document_count(self, shard: int) -> int:
-        return int(self._counts[shard])
+        return int(self._document_counts[shard])
 
     def document_start(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
         """Return the token offset of each document; for the index after the last one, the number of tokens."""
@@ -73,7 +73,7 @@ class ShardText:
 
     def document_starts(self, shard: int, first: int, stop: int) -> np.ndarray:
         """Return the token offsets of the documents [first, stop); int64 [stop - first]."""
-        return self._tables[shard][first:stop, 1]
+        return self._document_tables[shard][first:stop, 1]
 
     def sentence_start(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
         """Return the token offset of each sentence."""
@@ -91,7 +91,7 @@ class ShardText:
         The former start is undefined if the sentence is `low`, the latter if it is `high`.
         """
         remaining = np.maximum(high - low, 0)
-        start, array = self._sentences.ranges(shard, low, remaining), self._sentences.array
+        start, array = self._sentences.range_starts(shard, low, remaining), self._sentences.array
         position, last = start.copy(), start + np.maximum(remaining - 1, 0)
         for _ in range(int(remaining.max(initial=0)).bit_length()):
             half = remaining >> 1
@@ -108,7 +108,7 @@ class ShardText:
     ) -> np.ndarray:
         """Return the last document in [first, stop) whose offset is at most `limit`, or `first` if there is none.
 
-        The offset is the document's first sentence (`column` 0) or token (`column` 1), plus `gap` per earlier document.
+        The offset is the index of its first sentence (`column` 0) or token (`column` 1) + `gap` per earlier document.
         """
         low, high = first.copy(), stop.copy()
         for _ in range(int((stop - first).max(initial=0)).bit_length()):
@@ -197,13 +197,13 @@ class JoinedArrays:
         """Return element `index[i]` of the array with index `array_index[i]`, for each i; [B]."""
         return self.array.take(self._index(array_index, index))
 
-    def spans(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def span_starts(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Check the bounds of spans of at least one element; return the starts as indices into `.array`, int64 [B]."""
         self._index(array_index, start + length - 1)
         return self._index(array_index, start)
 
-    def ranges(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Like `spans`, but spans may also be empty, at any offset."""
+    def range_starts(self, array_index: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Like `span_starts`, but spans may also be empty, at any offset."""
         if (start + length > self._lengths[array_index]).any() or start.min(initial=0) < 0:
             raise IndexError(_DAMAGED)
         return self._starts[array_index] + start

@@ -1,4 +1,4 @@
-"""Assembles a model from a released file's tensors, and lists what each fills (invariant 6 in docs/invariants.md).
+"""Assembles a model from a file's tensors, and maps them to parameters (invariant 6 in docs/invariants.md).
 
 `ours` is the name of one of our parameters, and `theirs` is the family's name for it.
 """
@@ -19,7 +19,6 @@ from pretrain.model.parameters import head_parameters
 
 # Tensors of all other types are quantized: their values are meaningless without the scales in other tensors.
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_REFUSAL = "Incomplete models are refused; use a complete checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
 """Name of our parameter -> its shape; None allows any size."""
 
@@ -35,7 +34,7 @@ class Released:
         head: the tensors of a task's head that are in the file: dense_weight [H, H], dense_bias [H], norm_weight [H],
             norm_bias [H] (its first layer: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and
             out_bias [labels].
-        config: config.json as read; for our runs, {} or only the pooling.
+        config: config.json as read; for our runs, {} or only the field with the pooling.
         mapping: for each tensor in the file, the parameter that it fills.
         token_types: number of token types that the model supports; if it is below 2, every token must have type 0.
         pretraining: parameters of the pretraining heads (`pretrain.model.heads.Heads`) that are complete in the file.
@@ -58,7 +57,7 @@ class Released:
         return len(self.backbone["embeddings.word"])
 
     def prediction_state(self, *, next_sentence: bool = False) -> tuple[dict[str, Tensor], str]:
-        """Return the state dict of `pretrain.model.heads.PretrainingModel`, and its first missing parameter, or ""."""
+        """Return (state dict of `pretrain.model.heads.PretrainingModel`, name of its first missing parameter or "")."""
         parameters = head_parameters(self.model, self.vocabulary_size, next_sentence)
         needed = [f"heads.{parameter.name}" for parameter in parameters]
         missing = next((name for name in needed if name not in self.pretraining), "")
@@ -73,13 +72,13 @@ class Released:
 def assemble(
     tensors: Mapping[str, Tensor], facts: ReleasedFacts, config: dict[str, Any], *, where: str = "checkpoint"
 ) -> Released:
-    """Assemble the model from a family's tensors by name.
+    """Assemble the model from a family's `tensors`, by the family's names.
 
     The backbone must be complete. A head that is incomplete or has another shape is left out entirely, and so is a
     masked-language-modeling head whose decoder differs from the word embeddings although the config ties them.
 
     Raises:
-        InputError: the backbone is incomplete; the message starts with `where`, the name of the file.
+        InputError: the backbone is incomplete; `where`, the name of the file, is for the message.
     """
     layout, model = facts.layout, facts.model
     heads = _head_shapes(facts, task_head(layout.family, config, model, "sequence"))
@@ -92,23 +91,23 @@ def assemble(
             return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     head_state: dict[str, Tensor] = {}
-    fills = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
+    parameter_of = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
     for shapes in heads:
         names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
         if not names:
             continue
-        head = {ours: source.take(StackedName(ours)).contiguous() for ours in names}
+        head = {ours: source.read(StackedName(ours)).contiguous() for ours in names}
         reason = _head_defect(head, shapes, source, backbone)
         if reason:
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
             head_state |= head
-            fills = {**{name: ours for ours, name in names.items()}, **fills}
-    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | fills
+            parameter_of = {**{name: ours for ours, name in names.items()}, **parameter_of}
+    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | parameter_of
     for name in tensors:
         tied = layout.tied_parameter(name, model)
-        if tied and name not in fills:
+        if tied and name not in parameter_of:
             has_head = "heads.mlm_transform_weight" in head_state or "heads.mlm_bias" in head_state
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
     return Released(
@@ -119,7 +118,7 @@ def assemble(
         config=config,
         mapping=tuple(MappedTensor(name, tuple(tensor.shape), targets[name]) for name, tensor in tensors.items()),
         token_types=facts.token_types,
-        pretraining=_in_order(head_state),
+        pretraining=_in_module_order(head_state),
     )
 
 
@@ -145,11 +144,11 @@ class _Source:
             names = self.layout.current_names(name)
             for index, current in enumerate(names):
                 for ours in parameters.get(current, ()):
-                    self._add(ours, _Chunk(name, index, len(names)))
-        self._add_tied()
-        self._refuse_extra_layers(parameters)
+                    self._locate(ours, _Chunk(name, index, len(names)))
+        self._locate_tied()
+        self._reject_extra_layers(parameters)
 
-    def take(self, ours: StackedName) -> Tensor:
+    def read(self, ours: StackedName) -> Tensor:
         """Return the values of one parameter, or of one of its stacked parts, fp32."""
         name, index, total = self.chunks[ours]
         whole = self.tensors[name]
@@ -172,21 +171,21 @@ class _Source:
                         parameters[theirs].append(StackedName(name, part))
         return parameters
 
-    def _add(self, ours: StackedName, chunk: _Chunk) -> None:
+    def _locate(self, ours: StackedName, chunk: _Chunk) -> None:
         if ours in self.chunks:
             raise InputError(
                 f"{self.where}: {chunk.name} and {self.chunks[ours].name} both fill {ours.name}. Remove one of them."
             )
         self.chunks[ours] = chunk
 
-    def _add_tied(self) -> None:
-        """Locate parameters that the file has only as a tensor of the decoder, and the bias of an untied decoder."""
+    def _locate_tied(self) -> None:
+        """Locate parameters that the file has only as the decoder's tensors, and the bias of an untied decoder."""
         for name in self.tensors:
             tied = self.layout.tied_parameter(name, self.model)
             if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):
                 self.chunks[StackedName(tied)] = _Chunk(name)
 
-    def _refuse_extra_layers(self, known_names: Mapping[str, Any]) -> None:
+    def _reject_extra_layers(self, known_names: Mapping[str, Any]) -> None:
         layers = self.model.layers
         for name in sorted(self.tensors):
             index = self.layout.layer_index(name)
@@ -217,7 +216,7 @@ def _wrapper_prefix(source: _Source) -> str:
 def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
     """Return the state dict of the encoder; every tensor must exist in the expected shape."""
     word = source.chunks.get(StackedName("embeddings.word"))
-    rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
+    rows = len(source.tensors[word.name]) if word else 0  # padding rows included
     state: dict[str, Tensor] = {}
     for ours, shape in encoder_shapes(facts.model, rows).items():
         if ours == "embeddings.token_type":
@@ -231,7 +230,7 @@ def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
 
 
 def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
-    """Return the token-type embeddings [2, E]: the file's two rows, or its single row twice; zeros if it has none."""
+    """Return the token-type embeddings [2, E]: the file's two rows, its single row twice, or zeros if it has none."""
     if rows == 0:
         return torch.zeros(shape)
     table = _gather(source, "embeddings.token_type", (rows, *shape[1:]))
@@ -239,14 +238,14 @@ def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
 
 
 def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
-    """Return one of our parameters in fp32, stacked from its parts."""
+    """Return one of our parameters in fp32; if the file splits it, the parts are stacked."""
     parts = []
     theirs = source.layout.names(ours)
     part_shape = [shape[0] // len(theirs), *shape[1:]]
     for part, name in enumerate(theirs):
         if StackedName(ours, part) not in source.chunks:
             examples = ", ".join(sorted(source.tensors)[:2])
-            raise InputError(f"{source.where}: {name} is missing; the file has {examples}, ... {_REFUSAL}")
+            raise InputError(f"{source.where}: {name} is missing; the file has {examples}, ... Use complete weights.")
         name, _, total = source.chunks[StackedName(ours, part)]
         whole = source.tensors[name]
         expected = [part_shape[0] * total, *part_shape[1:]]
@@ -255,7 +254,7 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
                 f"{source.where}: {name} has the shape {list(whole.shape)}; expected {expected}. "
                 "The weights do not belong to this config."
             )
-        parts.append(source.take(StackedName(ours, part)))
+        parts.append(source.read(StackedName(ours, part)))
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
@@ -305,7 +304,7 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
     return ""
 
 
-def _in_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_module_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters in the order of `pretrain.model.heads.Heads`: the next-sentence head comes first."""
-    first = {name: tensor for name, tensor in state.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
-    return {**first, **{name: state[name] for name in state if name.startswith(("heads.mlm_", "heads.decoder"))}}
+    nsp_head = {name: tensor for name, tensor in state.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
+    return {**nsp_head, **{name: state[name] for name in state if name.startswith(("heads.mlm_", "heads.decoder"))}}

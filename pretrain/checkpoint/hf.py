@@ -1,4 +1,4 @@
-"""Exports pretraining runs in the layout of their family or in ours, and reads such models back.
+"""Exports pretraining runs in the layout of their family or in ours, and reads exports back.
 
 `layouts` defines the names (invariant 6 in docs/invariants.md). As in transformers, a tied decoder is not written.
 """
@@ -33,7 +33,7 @@ from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-# Fields of BERT's config.json besides the shape, as transformers 5 writes them; 4 reads them, too.
+# Fields of BERT's config.json besides the shape, as transformers 5 writes them; version 4 reads them, too.
 _BERT_FIELDS = {
     "bos_token_id": None,
     "eos_token_id": None,
@@ -67,7 +67,7 @@ def export(
         out: folder to create.
         next_sentence: whether to write the next-sentence head, as BertForPreTraining. Other families have no such
             head: it is left out, with a warning.
-        card: README.md in Markdown.
+        card: content of README.md.
         family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" uses the model's family,
             or `layouts.BERTRAIN` if that layout cannot represent the model.
         config: config.json of that released model; the fields that the shape does not determine are kept.
@@ -105,15 +105,15 @@ def export(
 
 
 def export_run(
-    run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, others: Sequence[Path] = ()
+    run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, other_runs: Sequence[Path] = ()
 ) -> str:
     """Export a checkpoint of a run with its model card: `checkpoint` (a name or "best"), or the latest intact one.
 
-    `averaged` exports the mean of the last steps' weights in the checkpoint. With `others`, the folders of runs with
-    the same model and vocabulary, it exports the mean over all runs (model soups, Wortsman et al. 2022).
+    `averaged` exports the checkpoint's mean of the last steps' weights. If there are `other_runs`, folders of runs with
+    the same model and vocabulary, the mean over all runs is exported (model soups, Wortsman et al. 2022).
 
     Returns:
-        The settings that transformers does not support; "" if it can load the export.
+        The settings that transformers does not support; "" if transformers can load the export.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing, damaged or does not match.
@@ -129,15 +129,15 @@ def export_run(
     phase, _ = config.phase_at(max(1, min(step, config.total_steps)) - 1)
     phase_config = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
-    for number, other in enumerate(others, 2):
-        theirs = store.choose(other / "checkpoints", checkpoint)
-        _check_alike(path, checkpoint_state, theirs, store.read_state(theirs))
-        for name, weights in store.read_weights(theirs, averaged=averaged).items():
-            state[name].lerp_(weights, 1 / number)
+    for run_count, other_run in enumerate(other_runs, 2):
+        other_path = store.choose(other_run / "checkpoints", checkpoint)
+        _check_same_model(path, checkpoint_state, other_path, store.read_state(other_path))
+        for name, weights in store.read_weights(other_path, averaged=averaged).items():
+            state[name].lerp_(weights, 1 / run_count)
     start, objective, unsupported = _released_start(run_dir), make_objective(phase_config), ""
     averaged_steps = checkpoint_state["averaged"] if averaged else 0
-    names = [other.name for other in others]
-    card = functools.partial(_model_card, config, run_dir, step, averaged_steps=averaged_steps, others=names)
+    names = [other_run.name for other_run in other_runs]
+    card = functools.partial(_model_card, config, run_dir, step, averaged_steps=averaged_steps, other_names=names)
     for part in objective.exported:
         weights = part.weights(state)
         written_shape, _ = with_position_table(part.shape, {})
@@ -158,13 +158,13 @@ def export_run(
     return unsupported
 
 
-def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the weights of two checkpoints, passed with their states, cannot be averaged."""
+def _check_same_model(path: Path, state: Mapping[str, Any], other: Path, other_state: Mapping[str, Any]) -> None:
+    """Raise `InputError` if two checkpoints, passed with their states, have different models or vocabularies."""
     for noun, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
-        if ours.get(key) != theirs.get(key):
+        if state.get(key) != other_state.get(key):
             raise InputError(
-                f"{other}: has a different {noun} than {first}, so their weights cannot be averaged. Use runs of one "
-                "model: forks of one run."
+                f"{other}: has a different {noun} than {path}, so their weights cannot be averaged. Use runs of the "
+                "same model, such as forks of one run."
             )
 
 
@@ -220,15 +220,15 @@ def _model_card(
     state: Mapping[str, Tensor],
     *,
     averaged_steps: int,
-    others: Sequence[str],
+    other_names: Sequence[str],
     unsupported: str,
 ) -> str:
-    """Render README.md of an export: the model, its training, its measurements, and its corpus.
+    """Render README.md of an export: the model, its training and evaluation, and its corpus.
 
     Args:
         part, state: the exported model, and its parameters.
         averaged_steps: the number of steps whose weights are averaged; 0 for the weights of a single step.
-        others: names of the runs whose weights are averaged with this one's.
+        other_names: names of the runs whose weights are averaged with this run's.
         unsupported: the settings that no released layout supports; "" if the export has a released layout.
     """
     import jinja2
@@ -250,7 +250,7 @@ def _model_card(
         parameters=sum(tensor.numel() for tensor in state.values()),
         step=step,
         averaged=averaged_steps,
-        others=others,
+        other_names=other_names,
         unsupported=unsupported,
         measured=_measurements(run_dir, step, averaged=averaged_steps > 0),
         # Headings of the corpus card become subheadings.
@@ -262,7 +262,7 @@ def _model_card(
 
 
 def _measurements(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
-    """Return (label, value) pairs of the last evaluation up to `step`, or of the averaged weights at `step`."""
+    """Return (label, value) pairs of the last evaluation up to `step`; if `averaged`, of the mean weights there."""
     key, value, earliest = ("event", "average", step) if averaged else ("split", "validation", 0)
     evaluations = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
     last = next((record for record in evaluations if earliest <= record.get("step", 0) <= step), None)

@@ -27,24 +27,24 @@ class MappedTensor(NamedTuple):
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
     """Return one line for each module that tensors fill, then one line for each reason to leave tensors out."""
-    filled: dict[str, list[str]] = defaultdict(list)
-    left_out: dict[str, list[str]] = defaultdict(list)
+    targets: dict[str, list[str]] = defaultdict(list)  # module -> names of the tensors that fill it
+    reasons: dict[str, list[str]] = defaultdict(list)  # reason -> names of the tensors that are left out
     for tensor in tensors:
         if tensor.is_read:
-            filled[re.sub(r"^(layers|embeddings|heads?\.[a-z]+).*", r"\1.*", tensor.target)].append(tensor.name)
+            targets[re.sub(r"^(layers|embeddings|heads?\.[a-z]+).*", r"\1.*", tensor.target)].append(tensor.name)
         else:
-            left_out[tensor.target].append(tensor.name)
-    rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in filled.items()]
+            reasons[tensor.target].append(tensor.name)
+    rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in targets.items()]
     name_width, count_width = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{pattern:<{name_width}}  {count:>{count_width}} -> {target}" for pattern, count, target in rows]
-    read_names = [name for names in filled.values() for name in names]
-    for reason, names in left_out.items():
+    read_names = [name for names in targets.values() for name in names]
+    for reason, names in reasons.items():
         lines.append(f"{_summary(names, read_names)}: {counted(len(names), 'tensor')} {reason}")
     return "\n".join(lines)
 
 
 def _summary(names: list[str], read_names: Collection[str]) -> str:
-    """Return the pattern of `names` if none of the `read_names` matches it, otherwise the first of `names`."""
+    """Return the pattern of `names` if none of the `read_names` matches it, otherwise the first two of `names`."""
     pattern = _pattern(names)
     if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read_names):
         return pattern

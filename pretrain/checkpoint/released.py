@@ -1,6 +1,6 @@
 """Reads released encoders, and our runs and exports, from their folders (invariant 6 in docs/invariants.md).
 
-The families of `layouts` are read as transformers writes them, BERT also as NVIDIA does.
+The families of `layouts` are read as transformers writes them, and BERT also as NVIDIA writes it.
 `layouts` defines the names, `assembly` assembles the model, and `released_writer` writes fine-tuned models.
 """
 
@@ -63,7 +63,7 @@ def _model_folder(folder: Path) -> Path:
 
 
 def unsupported_in_transformers(folder: Path) -> str:
-    """Return the settings that keep transformers from loading the model; "" if it can. Raises `InputError`."""
+    """Return the settings that keep transformers from loading the model, or ""; `InputError` for a bad config.json."""
     path = _config_path(folder)
     facts = _facts(unwrap(read_json(path)), path)
     return unsupported_parts(facts.model) if facts.layout is BERTRAIN else ""
@@ -116,7 +116,7 @@ def _read_run(folder: Path) -> Released:
 
 
 def _task_head_name(name: str, layout: Layout) -> str:
-    """Return the parameter of a task's head that has the tensor of `name` in the files, such as the pooler's, or ""."""
+    """Return the task-head parameter that is stored as the same tensor as the pretraining parameter `name`, or ""."""
     kind = name.rpartition("_")[2]
     candidates = (f"head.{module}_{kind}" for module in ("dense", "norm"))
     return next((ours for ours in candidates if layout.names(name) == layout.names(ours) != []), "")

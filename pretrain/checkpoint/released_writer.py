@@ -42,8 +42,8 @@ def write_released(
 ) -> None:
     """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
-    DistilBERT has no token types, so the embedding of type 0 is added to its positions. A RoBERTa or GTE with one token
-    type keeps one if the embeddings of our two are equal; otherwise it gets two.
+    DistilBERT has no token types, so the embedding of type 0 is added to its positions. A RoBERTa or GTE model that
+    had one token type gets two if our embeddings of the two types differ.
 
     Args:
         out: folder to create.
@@ -51,16 +51,16 @@ def write_released(
         model: the shape.
         backbone, head: as in `assembly.Released`; the head needs all layers of the family's `layouts.TaskHead`.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASS_SUFFIXES`.
-        config: fields of config.json that the shape does not determine: what was read, id2label, problem_type.
+        config: fields of config.json besides the shape's: the fields that were read, id2label, problem_type.
         tokenizer_folder: a folder with the model's tokenizer.
-        card: README.md in Markdown.
+        card: content of README.md.
         extra: additional text files, name -> content.
-        sentence_files: as in `assembly.Released`; written next to the encoder, which needs no custom code.
+        sentence_files: as in `assembly.Released`; written to the folder of the encoder.
 
     Raises:
         InputError: the tokenizer cannot be read, the layout cannot represent the model, `out` is not an export, or
             writing fails.
-        ValueError: labels and head do not match.
+        ValueError: the head lacks parameters, or has another number of labels than id2label.
     """
     layout = LAYOUTS[family]
     needed = _head_parameters(layout, config, model, purpose)
@@ -98,7 +98,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
     elif facts.token_types == 1:
         state["embeddings.token_type"] = state["embeddings.token_type"][:1]
     if first_position := facts.first_position:
-        # The table starts with rows that no token uses.
+        # The position table starts with rows that no token uses.
         positions = state["embeddings.position"]
         unused = positions.new_zeros(first_position, positions.shape[1])
         state["embeddings.position"] = torch.cat([unused, positions])
@@ -113,7 +113,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
         if not facts.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
             # transformers reads BERT's separate bias only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
-        # Clones, because safetensors refuses tensors that share their storage.
+        # Clones, because safetensors rejects tensors that share their storage.
         parts = (part.clone().contiguous() for part in tensor.chunk(len(theirs)))
         tensors.update(zip(theirs, parts, strict=True))
     return tensors

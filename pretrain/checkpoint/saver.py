@@ -31,8 +31,8 @@ class Saver:
         folder: the folder of the checkpoints.
         group: the process group of all ranks. Training must use another one, since saves run collectives in a thread.
         keep_last: number of latest checkpoints to keep (`store.prune`).
-        retry_seconds: how long to retry if the storage fails. A full disk is retried once.
-        stored_run: the run in an object store that also gets the checkpoints, if any. A failure to store one is
+        retry_seconds: how long to retry if the storage fails; a full disk is retried only once.
+        stored_run: the run in an object store to which checkpoints are also saved, if any. A failure to store one is
             reported as `trouble` and does not stop the run; the next checkpoint is stored anyway.
     """
 
@@ -50,10 +50,10 @@ class Saver:
         self._host_buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Message about a delay or failure of the storage. The caller that reports it clears it.
+        # Message about a delay or failure of the storage; the caller clears it after reporting it.
         self.trouble = ""
-        # Step and path of checkpoints that were written. The caller that reports them clears the list.
-        self.written: list[dict[str, Any]] = []
+        # Step and path of each checkpoint written since the caller last cleared the list.
+        self.unreported: list[dict[str, Any]] = []
 
     def save(self, step: int, fragments: Iterable[writing.FragmentLike], state: dict[str, Any]) -> None:
         """Save the current state of the fragments. Raises the error of the previous save."""
@@ -78,7 +78,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Return whether a save has failed after its retries; may differ between ranks for a moment."""
+        """Return whether a save has failed after its retries; ranks may briefly return different values."""
         return self._error is not None
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Saver:
     def _write(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
-            self.written.append({"step": step, "path": str(self._folder / store.name_of(step))})
+            self.unreported.append({"step": step, "path": str(self._folder / store.name_of(step))})
             if self._stored_run is not None:
                 self._store(self._stored_run, self._folder / store.name_of(step))
             try:
@@ -121,7 +121,7 @@ class Saver:
     def _publish(self, stored_run: StoredRun, checkpoint: Path) -> None:
         stored_run.publish(checkpoint)
         try:
-            names = stored_run.names()
+            names = stored_run.checkpoint_names()
             kept = [name for name in names if stored_run.state(name).get("kept")]
             stored_run.delete_except({*names[-self._keep_last :], *kept, checkpoint.name, stored_run.best()})
         except RunError as error:  # the next save tries again to delete them

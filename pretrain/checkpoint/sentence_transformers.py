@@ -1,9 +1,9 @@
 """Reads and writes the files of sentence-transformers next to an encoder: its pooling and maximum length.
 
-They are read in the format of version 6 and in older ones, and written in the older ones, which
-text-embeddings-inference also reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). Sources in
-sentence-transformers 6: sentence_transformer/modules/pooling.py (1_Pooling/config.json), base/modules/transformer.py
-(sentence_bert_config.json), base/model.py (the other two files).
+The formats of version 6 and older versions are read. The older format is written, which text-embeddings-inference also
+reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). Version 6 reads and writes these files in
+sentence_transformer/modules/pooling.py (1_Pooling/config.json), base/modules/transformer.py (sentence_bert_config.json)
+and base/model.py (the other two files).
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ def declared_max_length(folder: Path) -> int | None:
 
 def length_warnings(folder: Path, max_length: int) -> list[str]:
     """Return warnings about fine-tuning the model in `folder` with windows of `max_length` tokens."""
-    warnings, declared = [], _read_files(folder)
-    if (modes := _pooling_modes(declared)) and not sentence_pooling(folder):
+    warnings, source_files = [], _read_files(folder)
+    if (modes := _pooling_modes(source_files)) and not sentence_pooling(folder):
         warnings.append(f"its pooling ({', '.join(modes)}) is not supported: classifiers read the first token.")
     longest = declared_max_length(folder)
     if longest is not None and max_length > longest:
@@ -71,12 +71,12 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     Args:
         pooling: the pooling of the model if `folder` has no such files; "" if it is unknown: then the result is {}.
     """
-    declared = _read_files(folder)
-    modes = _pooling_modes(declared) or [pooling]
+    source_files = _read_files(folder)
+    modes = _pooling_modes(source_files) or [pooling]
     if modes == [""]:
         return {}
     module_folders = {"Transformer": "", "Pooling": "1_Pooling"}
-    if "Normalize" in _classes(declared):
+    if "Normalize" in _classes(source_files):
         module_folders["Normalize"] = "2_Normalize"
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -84,12 +84,12 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     ]
     flags = {flag: mode in modes for flag, mode in _MODE_BY_FLAG.items()}
     pooling_config = {"word_embedding_dimension": model.hidden, **flags}
-    pooling_config["include_prompt"] = declared.get(_POOLING, {}).get("include_prompt", True)
+    pooling_config["include_prompt"] = source_files.get(_POOLING, {}).get("include_prompt", True)
     files: dict[str, Any] = {_MODULES: modules, _POOLING: pooling_config}
-    lowercase = bool(declared.get(_TRANSFORMER, {}).get("do_lower_case", False))
+    lowercase = bool(source_files.get(_TRANSFORMER, {}).get("do_lower_case", False))
     if longest := declared_max_length(folder) or lowercase * model.max_positions:
         files[_TRANSFORMER] = {"max_seq_length": min(longest, model.max_positions), "do_lower_case": lowercase}
-    return files | ({_PROMPTS: declared[_PROMPTS]} if _PROMPTS in declared else {})
+    return files | ({_PROMPTS: source_files[_PROMPTS]} if _PROMPTS in source_files else {})
 
 
 def write_sentence_files(files: Mapping[str, Any], out: Path) -> None:
@@ -113,16 +113,16 @@ def _read_files(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _pooling_modes(declared: Mapping[str, Any]) -> list[str]:
+def _pooling_modes(source_files: Mapping[str, Any]) -> list[str]:
     """Return the pooling modes, whose results are concatenated; [] if no pooling is declared."""
-    if _POOLING not in declared:
+    if _POOLING not in source_files:
         return []
-    values = declared[_POOLING]
+    values = source_files[_POOLING]
     modes = values.get("pooling_mode") or [mode for flag, mode in _MODE_BY_FLAG.items() if values.get(flag)] or "mean"
     return [modes] if isinstance(modes, str) else list(modes)
 
 
-def _classes(declared: Mapping[str, Any]) -> list[str]:
+def _classes(source_files: Mapping[str, Any]) -> list[str]:
     """Return the class names of the modules, in order."""
-    modules = (module for module in declared.get(_MODULES, ()) if isinstance(module, dict))
+    modules = (module for module in source_files.get(_MODULES, ()) if isinstance(module, dict))
     return [str(module.get("type", "")).rpartition(".")[2] for module in modules]

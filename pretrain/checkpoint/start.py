@@ -1,9 +1,9 @@
 """Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
 The checkpoint determines `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
-exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that it replaces,
-so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
-that a new masked-language-modeling head starts by predicting these frequencies.
+exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that the word
+replaces, so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the
+corpus, so that a new masked-language-modeling head starts by predicting these frequencies.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
 def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
     """Read the tokenizer of the checkpoint in `folder`, in the form that the preparation of a corpus needs.
 
-    Raises `InputError` if it is missing, or does not support the preparation of a corpus.
+    Raises `InputError` if the tokenizer is missing, or cannot be used to prepare a corpus.
     """
     tokenizer = read_tokenizer(folder, released.vocabulary_size if released else None)
     content = json.loads(tokenizer.to_str())
@@ -90,7 +90,7 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
 
 
 def _earlier_config(config_values: Mapping[str, Any]) -> PretrainConfig | None:
-    """Return the config that the run started with, if it used `start_from` and has saved a checkpoint since."""
+    """Return the config that the run started with if it used `start_from` and saved a checkpoint, otherwise None."""
     folder = run_folder(config_values)
     return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
@@ -105,7 +105,7 @@ def _resume_overrides(earlier_config: PretrainConfig, config_values: Mapping[str
 
 
 def _model_config(released: Released, entries: int) -> ModelConfig:
-    """Return the checkpoint's shape, with its rows of padding after the vocabulary's `entries`; 0 leaves them out."""
+    """Return the checkpoint's shape, with the padding rows after the vocabulary's `entries`; 0 drops these rows."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
@@ -113,19 +113,19 @@ def _model_config(released: Released, entries: int) -> ModelConfig:
 def _model_overrides(location: str, model: ModelConfig, config_values: Mapping[str, Any]) -> list[str]:
     """Return overrides with the checkpoint's shape, except for settings of the config that may differ from it."""
     section = _section(config_values, "model")
-    _refuse_contradictions(location, model, section)
+    _reject_contradictions(location, model, section)
     values = model.model_dump(mode="json")
     return [_override(f"model.{key}", values[key]) for key in values if not (key in _NOT_IN_WEIGHTS and key in section)]
 
 
-def _refuse_contradictions(location: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
+def _reject_contradictions(location: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
     from_size = {name for name in PublishedSize._fields if section.get(name) == 0}
-    wanted = {name: value for name, value in section.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
+    settings = {name: value for name, value in section.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
     size = SIZES[model.family].get(str(section.get("size")))
     if size is not None:
-        wanted = {**size._asdict(), **wanted}
-    for name, value in wanted.items():
+        settings = {**size._asdict(), **settings}
+    for name, value in settings.items():
         if name in ModelConfig.model_fields and value != getattr(model, name):
             where = (
                 f"model.size: {section['size']} has {name} {value!r}"
@@ -177,9 +177,9 @@ class Start:
     Attributes:
         state: the parameters of `pretrain.model.heads.PretrainingModel` that are in the checkpoint; fp32.
         fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
-        old_rows: number of rows of the word embeddings that come from the checkpoint.
+        old_rows: number of rows of the word embeddings that the checkpoint has.
         initialized: names of the parameters that are not in `state`.
-        table: lines for the user: the parameter that each tensor fills, and how the others are initialized.
+        table: lines for the user: the parameter that each tensor fills, and how other parameters are initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is one of our runs.
         sentence_files: as in `released.Released`.
@@ -222,7 +222,7 @@ def read_start(
         config: the run.
         shapes: shape of each parameter of the model, by name.
         shards: the corpus, whose vocabulary is the checkpoint's or extends it.
-        count_tokens: whether to count the corpus's tokens for a missing decoder bias; if not, that bias is 0.
+        count_tokens: whether to compute a missing decoder bias from the corpus's tokens; if not, that bias is 0.
 
     Raises:
         InputError: the checkpoint cannot be read, or `config.model` was taken from another checkpoint.
@@ -237,12 +237,12 @@ def read_start(
     state = {name: tensor for name, tensor in state.items() if name in shapes}
     fingerprint = digest(state)
     old_rows = vocabulary_size(tokenizer)
-    replaced = _replaced_by_added_words(tokenizer, shards)
-    if not replaced:
+    id_lists = _ids_replaced_by_added_words(tokenizer, shards)
+    if not id_lists:
         old_rows = config.model.rows(old_rows)
     for name in _VOCABULARY_PARAMETERS:
         if name in state:
-            state[name] = _with_mean_rows(state[name][:old_rows], replaced)
+            state[name] = _with_mean_rows(state[name][:old_rows], id_lists)
     bias = "heads.mlm_bias"
     bias_from_corpus = bias in shapes and bias not in state
     if bias_from_corpus:
@@ -256,16 +256,16 @@ def read_start(
                 "Start a new run, whose model is taken from the checkpoint."
             )
     missing = tuple(name for name in shapes if name not in state)
-    if wrong := [name for name in missing if not name.startswith("heads.")]:
-        raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
-    table = weights_table(released, shapes, missing, bias_from_corpus=bias_from_corpus, added=len(replaced))
+    if required := [name for name in missing if not name.startswith("heads.")]:
+        raise InputError(f"start_from: {folder} has no {required[0]}, which this run's model needs. Start a new run.")
+    table = weights_table(released, shapes, missing, bias_from_corpus=bias_from_corpus, added_words=len(id_lists))
     table = "\n".join([table, *module_warnings(folder)])
     config_json = {} if is_run(released_folder(folder)) else released.config
     return Start(state, fingerprint, old_rows, missing, table, released.family, config_json, released.sentence_files)
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
-    """Return the logarithm of each token's share of the corpus, fp32 [rows]. Every token's count is increased by 1.
+    """Return the logarithm of each token's frequency in the corpus, fp32 [rows], with 1 added to every count.
 
     Special tokens and padding rows, which are never predicted, occur in no shard and so have the lowest value.
     """
@@ -275,8 +275,8 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
     return torch.from_numpy(np.log(counts / counts.sum())).float()
 
 
-def _replaced_by_added_words(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
-    """Return the old ids that each added entry of the corpus's vocabulary replaces, in order of the entries' ids."""
+def _ids_replaced_by_added_words(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
+    """Return, for each added entry of the corpus's vocabulary in order of id, the old ids that the entry replaces."""
     extended = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
     entries = [extended.id_to_token(index) or "" for index in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return replaced_ids(tokenizer, entries)
@@ -304,9 +304,9 @@ def weights_table(
     missing: Sequence[str],
     *,
     bias_from_corpus: bool,
-    added: int,
+    added_words: int,
 ) -> str:
-    """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
+    """Return lines that say which parameter each tensor fills, and how missing parameters are initialized."""
     targets = {tensor.target for tensor in released.mapping}
     shared_with_task = [
         part for ours, part in _SHARED_WITH_TASKS.items() if ours in shapes and ours not in {*targets, *missing}
@@ -324,8 +324,8 @@ def weights_table(
         lines.append(f"initialized as in a new run: {', '.join(heads)}")
     if bias_from_corpus:
         lines.append("initialized from the frequencies of tokens in the corpus: heads.mlm_bias")
-    if added:
-        lines.append(f"initialized from the mean of their pieces: the rows of {added:,} added words")
+    if added_words:
+        lines.append(f"initialized from the mean of their pieces: the rows of {added_words:,} added words")
     return "\n".join(lines)
 
 
@@ -333,11 +333,11 @@ def weights_table(
 
 
 def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
-    """Read the model that `setting` of the config names.
+    """Read the model at the location that the config's field `setting` contains.
 
     Raises:
-        InputError: it cannot be read, has no complete head for masked language modeling, has too few positions, or its
-            vocabulary differs from the corpus's.
+        InputError: the model cannot be read, has no complete head for masked language modeling, has too few positions,
+            or has another vocabulary than the corpus.
     """
     location = attrgetter(setting)(config)
     where = f"{setting}: {location}"

@@ -34,11 +34,11 @@ from pretrain.common.errors import InputError, MachineError, RunError, version_m
 from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, verify_content, verify_manifest
 from pretrain.storage.runs import best_of
 
-FORMAT = 2
-_DAMAGED = "damaged-"  # prefix of the name of a checkpoint that was set aside
-# Number of attempts to read a file when the storage fails, and the wait before the second one, which then doubles.
+FORMAT = 2  # version of the format of checkpoints
+_DAMAGED = "damaged-"  # prefix of the names of damaged checkpoints that were renamed
+# Number of attempts to read a file if the storage fails, and the wait before the second attempt; it then doubles.
 _READ_ATTEMPTS, READ_WAIT_SECONDS = 6, 1.0
-# Maximum bytes to read before files are closed: until then, their mapped pages count toward the process's memory.
+# Number of bytes read after which files are closed: their mapped pages count toward the process's memory.
 _MAX_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def latest(folder: Path, *, set_aside: bool = False, check_hashes: bool = True) 
     run that owns the folder may do that. `check_hashes` as in `verify_manifest`.
 
     Raises:
-        MachineError: a later checkpoint cannot be read (`verify`). It may be intact, and the one before it much older.
+        MachineError: a later checkpoint cannot be read (`verify`); it may be intact, and the previous one much older.
         InputError: all checkpoints are damaged, including the ones set aside before.
     """
     tried = set[Path]()
@@ -101,7 +101,7 @@ def latest(folder: Path, *, set_aside: bool = False, check_hashes: bool = True) 
 
 
 def choose(folder: Path, name: str | None) -> Path:
-    """Return the checkpoint `name` in `folder`, the "best", or without a name the latest intact one, verified.
+    """Return a checkpoint in `folder`, verified: `name`, the best one for "best", or the latest intact one for None.
 
     Raises `InputError` if there is none.
     """
@@ -143,7 +143,7 @@ def verify(checkpoint: Path, *, check_hashes: bool = True) -> None:
 
     Raises:
         InputError: a file is missing or damaged.
-        MachineError: a file cannot be read, or another version wrote the format.
+        MachineError: a file cannot be read, or the checkpoint has another version's format.
     """
 
     def read() -> dict[str, Any]:
@@ -155,13 +155,13 @@ def verify(checkpoint: Path, *, check_hashes: bool = True) -> None:
         raise MachineError(version_mismatch(checkpoint, "Train again."))
 
 
-def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Verify the SHA-256 of every `ranks`-th file, starting at index `rank`: all ranks together verify all files.
+def verify_rank_files(checkpoint: Path, rank: int, world_size: int) -> None:
+    """Verify the SHA-256 of every `world_size`-th file from index `rank` on: all ranks together verify all files.
 
     Raises as `verify` does. A missing file is treated as unreadable: another machine may see it later than rank 0.
     """
     files = checkpoint_manifest(checkpoint)["files"]
-    for name in sorted(files)[rank::ranks]:
+    for name in sorted(files)[rank::world_size]:
         path = checkpoint / name
         read_with_retries(path, functools.partial(verify_content, path, files[name]))
 
@@ -172,7 +172,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _all_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints in order of step. All were complete once: one without a manifest has lost it."""
+    """Return all checkpoints in order of step, even without a manifest: each was complete when it got its name."""
     return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
@@ -207,13 +207,13 @@ def best_intact(folder: Path) -> Path | None:
     return latest(folder, set_aside=True)
 
 
-def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove leftovers, and all checkpoints except the `keep_last` latest, the `best`, `saved` and any marked `kept`.
+def prune(folder: Path, keep_last: int, just_saved: Path | None = None) -> None:
+    """Remove leftovers and all checkpoints but the `keep_last` latest, the `best`, `just_saved`, and any marked `kept`.
 
-    Raises `MachineError`, and removes nothing, if the best one is unknown because a state cannot be read.
+    Raises `MachineError`, and removes nothing, if a state cannot be read, so that the best checkpoint is unknown.
     """
     checkpoints = list_checkpoints(folder)
-    keep = {*checkpoints[-keep_last:], best(folder), saved}
+    keep = {*checkpoints[-keep_last:], best(folder), just_saved}
     for path in checkpoints:
         if path not in keep and not _is_kept(path):
             # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
@@ -272,8 +272,8 @@ def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[
     nor an `OSError` is a bug: it is logged, and raised as a `MachineError`, so that no rank waits forever.
     """
     outcomes = group.collect_objects(_outcome(group, work))
-    concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
-    return _result(group.broadcast_object(concluded))
+    conclusion = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
+    return _result(group.broadcast_object(conclusion))
 
 
 def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class CheckpointReader:
 
     Args:
         checkpoint: the folder of a verified checkpoint.
-        averaged: read the mean of the last steps' weights instead of the weights.
+        averaged: whether to read the mean of the last steps' weights instead of the weights.
     """
 
     def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
@@ -343,7 +343,7 @@ class CheckpointReader:
         self._fragments = FragmentIndex(manifest["fragments"], files)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Read elements [start, start + numel) of the flattened `name`, fp32. Raises `InputError` if one is missing."""
+        """Read entries [start, start + numel) of the flattened parameter `name`, fp32; `InputError` if not stored."""
         out, position, stop = torch.empty(numel), start, start + numel
         kind = "average" if self._averaged and kind == "weight" else kind
         for fragment in self._fragments.covering(kind, name, start, stop):
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, stored in `file` as "<kind>|<parameter>|<start>"."""
+    """Entries [start, stop) of a flattened parameter, stored in `file` as "<kind>|<parameter>|<start>"."""
 
     start: int
     stop: int

@@ -34,7 +34,7 @@ class ModelTokenizer(NamedTuple):
     """The tokenizer of a model as `read_tokenizer` reads it, with further facts from its files."""
 
     folder: Path  # the folder of its files
-    tokenizer: Tokenizer  # truncation and padding off
+    tokenizer: Tokenizer  # with truncation and padding off
     special_ids: dict[str, int]  # role of a special token (pad, mask, ...) -> its id
 
     @classmethod
@@ -50,7 +50,7 @@ class ModelTokenizer(NamedTuple):
 
 
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
-    """Read the tokenizer from a released model's folder or one of our runs, with truncation and padding off.
+    """Read the tokenizer of a released model or of one of our runs, with truncation and padding off.
 
     It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (byte-level BPE). The casing
     comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), or else tokenizer.json. If
@@ -59,7 +59,7 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
 
     Args:
         folder: the model's folder.
-        rows: number of word embeddings; the ids of all entries must be smaller. Further rows are padding.
+        rows: number of rows of the word embeddings, which must exceed every id. Further rows are padding.
 
     Raises:
         InputError: none of these files exists, one is damaged, or the tokenizer belongs to another model.
@@ -88,18 +88,18 @@ def released_folder(folder: Path) -> Path:
         return folder / "model"
     if is_run(folder) and "training" in settings.top_level_keys(folder / "config.yaml"):
         raise InputError(f"{folder}: an unfinished fine-tuning run has no model yet. Resume it first.")
-    # Older versions of sentence-transformers
+    # Older versions of sentence-transformers put the encoder there.
     inner = folder / "0_Transformer"
     return inner if (inner / "config.json").is_file() and not (folder / "config.json").is_file() else folder
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether this is a run folder with checkpoints, not a released model."""
+    """Return whether `folder` is a run folder with checkpoints, not a released model."""
     return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of a model's tokenizer: the corpus of one of our runs, else the folder of the weights."""
+    """Return the folder with a model's tokenizer: for one of our runs its corpus, otherwise the model's folder."""
     folder = released_folder(folder)
     if not is_run(folder):
         return folder
@@ -113,7 +113,7 @@ def corpus_of(run: Path, corpus: CorpusConfig, expected_digest: str) -> Path:
     """
     for refresh in (False, True):  # at an address, the corpus may have been prepared again since it was fetched
         folder = fetch_without_tokens(corpus, refresh=refresh)
-        # A missing tokenizer is not reported here.
+        # A missing tokenizer is reported when it is read.
         if not expected_digest or not (folder / "vocab.txt").is_file() or expected_digest == tokenizer_digest(folder):
             return folder
     raise InputError(
@@ -123,7 +123,7 @@ def corpus_of(run: Path, corpus: CorpusConfig, expected_digest: str) -> Path:
 
 
 def _trained_tokenizer_digest(run: Path) -> str:
-    """Return the digest of the tokenizer that a run was trained with, from its latest readable checkpoint, or ""."""
+    """Return the digest of a run's tokenizer, as recorded in its latest readable checkpoint; "" if it is unknown."""
     for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
         with contextlib.suppress(InputError):
             if (checkpoint / "state.json").is_file():  # else it is damaged, or was just removed
@@ -140,13 +140,13 @@ def copy_tokenizer(
     for_words: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a tokenizer to the folder `out` so that transformers reads the same one.
+    """Write a tokenizer to the folder `out`, in the form that transformers reads.
 
     Args:
         tokenizer_class: the tokenizer's class in transformers, if tokenizer_config.json names none.
         max_positions: maximum number of tokens in a sequence.
-        for_words: whether the model was trained on separate words: then every word gets a space before it, even the
-            first one, and transformers accepts lists of words.
+        for_words: whether the model was trained on lists of words. Then every word, even the first one, gets a space
+            before it, so that transformers accepts such lists.
         fields: further fields of tokenizer_config.json.
     """
     tokenizer = _with_prefix_space(source.tokenizer) if for_words else source.tokenizer
@@ -156,20 +156,20 @@ def copy_tokenizer(
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     # transformers does not have default special tokens for every family.
     special_tokens = {f"{role}_token": tokenizer.id_to_token(index) for role, index in source.special_ids.items()}
-    declared = {"tokenizer_class": tokenizer_class, **special_tokens, **read_tokenizer_settings(source.folder)}
-    declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
+    config = {"tokenizer_class": tokenizer_class, **special_tokens, **read_tokenizer_settings(source.folder)}
+    config["model_max_length"] = min(config.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        declared["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
+        config["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
     if isinstance(normalizer, normalizers.BertNormalizer):
-        declared |= {flag: getattr(normalizer, name) for flag, name in CASING.items()}
-    write_json(out / "tokenizer_config.json", {**declared, **(fields or {})})
+        config |= {flag: getattr(normalizer, name) for flag, name in CASING.items()}
+    write_json(out / "tokenizer_config.json", {**config, **(fields or {})})
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer add a space before its input, if the first word would otherwise be tokenized differently."""
-    first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
-    if first + second == both:
+    """Return a tokenizer that adds a space before its input if the first word would otherwise get other tokens."""
+    ids_a, ids_b, ids_both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
+    if ids_a + ids_b == ids_both:
         return tokenizer
     if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         # A ByteLevel after other pre-tokenizers would put a space before each of their pieces.

@@ -21,7 +21,7 @@ from pretrain.common.files import (
     fsync_folder,
     read_json,
     read_manifest,
-    refuse_lfs_pointer,
+    reject_lfs_pointer,
     sha256_file,
     write_manifest,
 )
@@ -32,7 +32,7 @@ FOR_TRANSFORMERS = {"format": "pt"}  # metadata of a safetensors file that trans
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Read safetensors or torch weights, in one file or in shards; returns (the file, all tensors in it by name).
+    """Read safetensors or torch weights, in one file or in shards; return (the file or the index, tensors by name).
 
     The first of these that exists is read: model.safetensors, its index, pytorch_model.bin, its index, the only other
     torch file in the folder. If the folder has our manifest, the files must match it.
@@ -50,9 +50,9 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; then add a manifest and rename it to `out`, replacing an earlier export.
 
-    Other files in `out` are kept, as is a symbolic link to it. An error leaves `out` unchanged; a kill between two
-    renames leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if one of the new files would
-    replace a file that no export wrote.
+    Other files in `out` are kept, as is a symbolic link to it. An error leaves `out` unchanged; if the process dies
+    between two renames, `out` has become `.NAME.XXXX.old`. Raises `InputError` if `out` is not an export, or if one of
+    the new files would replace a file that no export wrote.
     """
     out = out.resolve() if out.is_symlink() else out
     other_files = _other_files(out)
@@ -79,7 +79,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def _other_files(out: Path) -> list[Path]:
     """Return the files in `out`, or in its folders, that an earlier export did not write.
 
-    `InputError` if `out` is neither an export nor empty.
+    Raises `InputError` if `out` is neither an export nor empty.
     """
     children = list(out.iterdir()) if out.is_dir() else []
     if not children and not (out.exists() and not out.is_dir()):
@@ -145,7 +145,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     _check_manifest(path)
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -176,7 +176,7 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_manifest(path: Path) -> None:
-    """Refuse a file that differs from our manifest in its folder; a manifest.json of another program is ignored."""
+    """Raise `InputError` if a file differs from its folder's manifest; other programs' manifest.json are ignored."""
     if not path.with_name(MANIFEST).is_file():
         return
     manifest = read_json(path.with_name(MANIFEST))
@@ -186,7 +186,7 @@ def _check_manifest(path: Path) -> None:
 
 
 def _replace_folder(temporary: Path, out: Path, other_files: Sequence[Path]) -> None:
-    """Rename `temporary` to `out`. An earlier `out` is moved away, and removed after moving `other_files` back."""
+    """Rename `temporary` to `out`. An earlier `out` is removed after its `other_files` are moved to the new one."""
     fsync_folder(temporary)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():

@@ -57,22 +57,22 @@ def save(folder: Path, step: int, fragments: Iterable[FragmentLike], state: dict
 def take_shard(
     fragments: Iterable[FragmentLike], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
 ) -> CheckpointShard:
-    """Return what this rank writes: its sharded tensors, and an equal part of the replicated ones.
+    """Return the shard that this rank writes: its sharded tensors, and an equal part of the replicated ones.
 
-    Replicated tensors are split as one concatenated sequence, so that each further rank splits only one more fragment.
+    Replicated tensors are split as one concatenated sequence, so each further rank splits at most one more fragment.
     `copy` is called with each tensor's key and a view of the optimizer's tensor, which the next step modifies.
     """
     tensors: dict[str, Tensor] = {}
     entries = []
     fragments = list(fragments)
-    for fragment, part in zip(fragments, _slices_to_write(fragments, group), strict=True):
-        if part.start >= part.stop:
+    for fragment, span in zip(fragments, _slices_to_write(fragments, group), strict=True):
+        if span.start >= span.stop:
             continue
-        start = fragment.start + part.start
+        start = fragment.start + span.start
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[part].detach())
-        entry = {"name": fragment.name, "start": start, "numel": part.stop - part.start}
+            tensors[key] = copy(key, tensor[span].detach())
+        entry = {"name": fragment.name, "start": start, "numel": span.stop - span.start}
         entries.append({**entry, "kinds": list(fragment.tensors)})
     return CheckpointShard(tensors, entries)
 
@@ -116,7 +116,7 @@ def write_shard(tmp: Path, shard: CheckpointShard, group: SavingGroup) -> dict[s
 
 @contextlib.contextmanager
 def _write_errors(path: Path) -> Iterator[None]:
-    """Convert errors as `disk_errors` does; other errors of the storage become `MachineError`, too."""
+    """Convert errors as `disk_errors` does, and other errors of the storage to `MachineError`."""
     try:
         with disk_errors(path):
             yield
@@ -181,7 +181,7 @@ def _write_manifest(tmp: Path, shards: list[dict[str, Any]], state: dict[str, An
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge the entries {name, start, numel, kinds, rank} of all ranks: equal parts on consecutive ranks become one.
 
-    A merged entry has the start and rank of the first part, and the number of parts as `parts`.
+    A merged entry has the start and rank of its first part, and `parts`, the number of parts.
     """
     merged: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: (entry["name"], entry["kinds"], entry["start"])):

@@ -1,4 +1,4 @@
-"""Runs child processes and waits for them. They are stopped if this process is terminated."""
+"""Runs child processes and waits for them; stops them if this process is terminated."""
 
 import contextlib
 import signal
@@ -11,7 +11,7 @@ _GRACE_SECONDS = 20  # time for a program to stop its child processes and remove
 
 @contextlib.contextmanager
 def unwind_on_sigterm() -> Iterator[None]:
-    """While entered, SIGTERM raises `SystemExit`, so that temporary folders are removed and the child is stopped."""
+    """Inside the context, SIGTERM raises `SystemExit`, so that temporary folders are removed and children stopped."""
     previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield

@@ -72,7 +72,7 @@ def run_for_exit_code(run: Callable[[], int | None], *, ends_process: bool = Fal
 
 
 def _has_nccl_group() -> bool:
-    """Return whether an NCCL process group exists: then the interpreter's exit would wait for the other ranks."""
+    """Return whether an NCCL process group exists, since the interpreter's exit would then wait for other ranks."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
@@ -114,7 +114,7 @@ def _reader_exited() -> bool:
 class Parser(argparse.ArgumentParser):
     """Accepts options between positional arguments (`evaluate RUN --precision fp32 FILE`), and prints one-line errors.
 
-    argparse itself closes a list at the next option, and sets optional positional arguments to defaults too early.
+    argparse itself stops a list at the next option, and sets optional positional arguments to defaults too early.
     """
 
     _is_nested = False
@@ -156,7 +156,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 
 def check_effects(options: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise `InputError` for an option without effect. `options`: name -> (value, whether it has an effect, reason)."""
+    """Raise `InputError` for an option without effect. `options`: name -> (value, whether it has effect, reason)."""
     for option, (value, has_effect, reason) in options.items():
         if value and not has_effect:
             raise InputError(f"{option}: has no effect {reason}. Leave it out.")
@@ -311,7 +311,7 @@ def config_argument(text: str) -> Path:
 
 
 def run_argument(value: Any) -> Path | str:
-    """Parse a run folder or model: a path, a run name (`find_run`), an address, or a result with a `location`."""
+    """Parse a run or model: a path, a run name (`find_run`), an address, or an object with a `location`, as `Run`."""
     text = str(getattr(value, "location", value))
     return checked_address(text) if is_remote(text) else find_run(parse_path(text))
 

@@ -24,7 +24,7 @@ def examples() -> dict[str, Path]:
 
 
 def config_path(path: Path) -> Path:
-    """Return `path`, or the example config of that name if there is no such file; a typo raises `InputError`."""
+    """Return `path`, or the example config of that name if there is no such file. `InputError` for a misspelling."""
     if path.suffix or path.exists():
         return path
     if (name := path.as_posix()) not in examples() and (nearest := did_you_mean(name, examples())):

@@ -1,6 +1,6 @@
 """Custom modules of the user, named in a config or an option: kinds (`common.kinds`), metrics and callbacks.
 
-They are searched for on Python's path, then in the config's folder, then in the current folder. A module is imported
+Python looks for them on its path, then in the config's folder, then in the current folder. A module is imported
 only if the user requests it: with the config of a run that starts, with --import, or with an import in the user's
 program. The config in a run folder, an export or a fine-tuned model imports nothing: it may be untrusted.
 """
@@ -25,13 +25,13 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
 ENV_VAR = "BERTRAIN_MODULES"
-"""The environment variable with the modules that the user requested (`_requested()` as JSON). Workers inherit it."""
+"""Environment variable with the modules that the user requested (`_requested()` as JSON). Workers inherit it."""
 
 _OUR_PACKAGES = ("pretrain", "finetune", "cluster")
 
 
 class Contract(NamedTuple):
-    """The interface of a kind's modules: a class `attribute` that derives from `base` and has the `needed` members."""
+    """The interface of a kind's modules: a class named `attribute`, derived from `base`, with the `needed` members."""
 
     attribute: str
     base: type
@@ -49,8 +49,8 @@ class Contract(NamedTuple):
         for member in (*sorted(getattr(found, "__abstractmethods__", ())), *self.needed):
             declared = getattr(self.base, member, None)
             if getattr(found, member, None) is declared:
-                kind = inspect.signature(declared) if callable(declared) else f": {self.base.__annotations__[member]}"
-                missing = f"{member}{kind}".replace("'", "")
+                form = inspect.signature(declared) if callable(declared) else f": {self.base.__annotations__[member]}"
+                missing = f"{member}{form}".replace("'", "")
                 raise InputError(f"{name}: {self.attribute} of {_path(module)} lacks {missing}, which {base} requires.")
 
 
@@ -69,7 +69,7 @@ def check_name(name: str, *, with_attribute: bool = False) -> None:
 
 
 def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
-    """Import the modules in `names` (`module` or `module:name`), also from `folder`. Raises as `load_custom` does."""
+    """Import the modules in `names` (`module` or `module:name`), which may be in `folder`; raises as `load_custom`."""
     requested, modules = _requested(), list(dict.fromkeys(name.partition(":")[0] for name in names))
     if not modules:
         return
@@ -149,7 +149,7 @@ def _path(module: ModuleType) -> Path:
 
 def _import(name: str) -> ModuleType:
     folders = _requested()["folders"]
-    # Last on the path: a stray file must not replace an installed module.
+    # Added at the end of the path, so that a stray file does not replace an installed module.
     sys.path += [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()
     try:

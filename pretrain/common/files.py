@@ -31,7 +31,7 @@ _HASH_KEY = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
 _REMOTE_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _LFS_POINTER = b"version https://git-lfs."
-_SPARE_FILES = 4096  # number of further files to allow: more than the sockets and logs of a large run
+_SPARE_FILES = 4096  # number of open files to allow for other uses: more than the sockets and logs of a large run
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # Errors of paths that this user cannot create or write.
@@ -124,7 +124,7 @@ def check_outputs_differ(outputs: Iterable[Path], inputs: Iterable[Path | str]) 
             raise InputError(f"{out}: is also an input, which would be overwritten. Choose another name.")
 
 
-def refuse_lfs_pointer(path: Path) -> None:
+def reject_lfs_pointer(path: Path) -> None:
     """Raise `InputError` if Git LFS left a pointer in place of the file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -134,7 +134,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Return the value of an untrusted JSON file. Raises `InputError` unless it is a `kind`: a dict or a list."""
+    """Return the value of an untrusted JSON file. Raises `InputError` if its type is not `kind`: dict or list."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,8 +142,8 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
     if not isinstance(value, kind):
-        what = "object" if kind is dict else "list"
-        raise InputError(f"{path}: is not a JSON {what}. Download it again.")
+        type_name = "object" if kind is dict else "list"
+        raise InputError(f"{path}: is not a JSON {type_name}. Download it again.")
     return value
 
 
@@ -177,26 +177,26 @@ def allow_open_files(count: int) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: str = "") -> Iterator[bool]:
+def locked(path: Path, error_message: str = "") -> Iterator[bool]:
     """Hold the lock file `path` for this process; the kernel releases it when the process exits for any reason.
 
-    If another process holds it, raises `InputError(refusal)`, or waits if `refusal` is empty. Yields whether the lock
-    is held: on a file system without locks, a warning is logged and work continues, as users can rarely change that.
+    If another process holds it, raises `InputError(error_message)`, or waits if the message is empty. Yields whether
+    the lock is held: on a file system without locks, which users can rarely change, only a warning is logged.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        yield _lock(descriptor, path, refusal)
+        yield _lock(descriptor, path, error_message)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, refusal: str) -> bool:
+def _lock(descriptor: int, path: Path, error_message: str) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if error_message else 0))
     except BlockingIOError:
-        raise InputError(refusal) from None
+        raise InputError(error_message) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -23,7 +23,7 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """While entered in the main thread, raises `Interrupted` there `patience` seconds after a stop was requested.
+    """A context for the main thread, in which `Interrupted` is raised `patience` seconds after a stop was requested.
 
     Attributes:
         patience: seconds from a stop request to the interrupt. 0 at entry, when nothing needs saving; inf means never.

@@ -1,4 +1,4 @@
-"""Kinds, such as the kinds of sources, each of which is a module of a package: to add a kind, add a file.
+"""Kinds (of sources, for example): each is a module of a package, so adding a file adds a kind.
 
 A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
 any kind. A module is imported when its kind is used. A name with a dot is a custom module

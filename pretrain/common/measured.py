@@ -20,16 +20,16 @@ def cached_rate(name: str, measure: Callable[[], float]) -> float:
     """Return the cached result of `measure` for `name`, or call it and cache the result in `rates_file()`.
 
     Results are cached per machine, set of cores and torch version, and only if other programs left the cores idle
-    during the measurement. If the system does not record that, every call measures.
+    during the measurement. On a system that does not record waits for cores, nothing is cached.
     """
     key = " | ".join([name, *_machine_key()])
     cached = _read_rates()
     if isinstance(cached.get(key), float):
         return cached[key]
-    before, started = waited_seconds(), time.monotonic()
+    old_waits, started = waited_seconds(), time.monotonic()
     value = measure()
-    after, seconds = waited_seconds(), time.monotonic() - started
-    if before and max(after[thread] - before.get(thread, 0.0) for thread in after) < _MAX_WAIT_SHARE * seconds:
+    waits, seconds = waited_seconds(), time.monotonic() - started
+    if old_waits and max(waits[thread] - old_waits.get(thread, 0.0) for thread in waits) < _MAX_WAIT_SHARE * seconds:
         with contextlib.suppress(OSError):  # home folder not writable: the next run measures again
             rates_file().parent.mkdir(parents=True, exist_ok=True)
             write_json(rates_file(), {**_read_rates(), key: value})

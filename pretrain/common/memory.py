@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Parameters of mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-OWN_CGROUPS, _CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+OWN_CGROUPS, _CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # names of our groups; their folders
 
 
 def hold_freed_memory(max_bytes: int = -1) -> None:

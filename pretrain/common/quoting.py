@@ -15,7 +15,7 @@ Quoting = Literal["standard", "none"]
 
 
 class QuotingError(ValueError):
-    """The row that starts at `line` is invalid by RFC 4180."""
+    """The row that starts at `line` is not valid CSV by RFC 4180."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line}: not CSV ({reason})")
@@ -64,8 +64,8 @@ def quoted_rows(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, lis
         raise QuotingError(first_line, str(error)) from None
 
 
-def refuse_quoted(lines: Iterable[str], delimiter: str, path: object, setting: str) -> None:
-    """Raise `InputError`, naming the `setting` to change, if a cell starts with a quote, whose meaning is ambiguous."""
+def reject_quoted_cells(lines: Iterable[str], delimiter: str, path: object, setting: str) -> None:
+    """Raise `InputError`, which names the `setting` to change, if a cell starts with a quote: its role is ambiguous."""
     for line, cells in bare_rows(lines, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(

@@ -16,8 +16,8 @@ SOURCE_LOSS = "source_loss/"
 """Prefix of an evaluation's fields with the loss on one source, whose name follows."""
 
 _STRING_FIELDS = ("split", "event", "message", "error")
-# Limit of values: larger ones, infinities and NaN break the arithmetic of reports.
-_LARGEST = 1e300
+# Maximum absolute value of a field: larger values, infinities and NaN break the arithmetic of reports.
+_MAX_VALUE = 1e300
 # The end of the year 9999, the last that datetime supports.
 _LATEST_TIME = 253_402_300_799
 
@@ -45,7 +45,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
 def append_end_event(run_dir: Path, event: str, message: str, saved_step: int) -> None:
     """Append the event that ended the run, replacing an incomplete last line.
 
-    A stop event gets the step `saved_step`; other events get the last training step. Does nothing if both are 0.
+    A stop event gets the step `saved_step`; other events get the last training step. If both steps are 0, do nothing.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -117,7 +117,7 @@ def _expected_type(key: str, value: Any, *, in_event: bool) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
+    return isinstance(value, int | float) and -_MAX_VALUE < value < _MAX_VALUE
 
 
 def drop_records_after(path: Path, step: int) -> None:

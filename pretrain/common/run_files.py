@@ -1,4 +1,4 @@
-"""The names of the small files in a run folder. A run at an address also stores the files in `STORED` there."""
+"""The names of the small files in a run folder. A run with an address also stores the files in `STORED` there."""
 
 import json
 from pathlib import Path

@@ -41,7 +41,7 @@ CONTINUATION = regex.compile(f"(?V1)[{CONTINUES_UNIT}]")
 # A letter and the characters attached to it.
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{CONTINUES_UNIT}]|(?<=[{JOINS_NEXT}])(?s:.))*")
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
-# Characters that `comparable` may change. All others neither decompose nor compose with the ones before (Annex 15, 9).
+# Characters that `normalize` may change; all others neither decompose nor compose with preceding ones (Annex 15, 9).
 _CHANGEABLE = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
@@ -49,12 +49,12 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 @functools.cache
 def code_point_mask(pattern: str) -> np.ndarray:
-    """Return a read-only mask, bool [0x40000]: the code points that the character set `pattern` matches."""
-    found = np.zeros(CODE_POINTS, bool)
-    for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
-        found[run.start() : run.end()] = True
-    found.flags.writeable = False
-    return found
+    """Return a read-only mask of the code points that the character set `pattern` matches, bool [0x40000]."""
+    mask = np.zeros(CODE_POINTS, bool)
+    for match in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
+        mask[match.start() : match.end()] = True
+    mask.flags.writeable = False
+    return mask
 
 
 @functools.cache
@@ -79,20 +79,20 @@ def kind_of(character: str) -> int:
     return int(kinds()[ord(character)]) if ord(character) < CODE_POINTS else OTHER
 
 
-def comparable(text: str) -> str:
-    """Normalize a string for comparison: NFKC, without characters that may be invisible."""
+def normalize(text: str) -> str:
+    """Normalize a string for comparison: convert it to NFKC, without characters that may be invisible."""
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
 
 
-def changeable() -> np.ndarray:
-    """Return a mask, bool [0x40000]: the code points that `comparable` may change in a word.
+def changeable_mask() -> np.ndarray:
+    """Return a mask of the code points that `normalize` may change in a word, bool [0x40000].
 
     Characters that belong to a word neither before nor after the change, such as a no-break space, are excluded.
     """
-    found = code_point_mask(_CHANGEABLE).copy()
-    for point in np.flatnonzero(found).tolist():
+    mask = code_point_mask(_CHANGEABLE).copy()
+    for point in np.flatnonzero(mask).tolist():
         character = chr(point)
-        found[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in comparable(character))
-    return found
+        mask[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in normalize(character))
+    return mask

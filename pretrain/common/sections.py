@@ -19,7 +19,7 @@ Keys = tuple[str | int, ...]
 
 
 class Section(BaseModel):
-    """Base of all config sections: frozen; unknown keys, infinities and NaN are refused."""
+    """Base of all config sections. They are frozen; unknown keys, infinities and NaN are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -29,7 +29,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _lists_to_tuples(cls, value: Any) -> Any:
-        """Convert lists of YAML and JSON to tuples, since strict validation refuses lists."""
+        """Convert lists of YAML and JSON to tuples, since strict validation rejects lists."""
         return tuple(value) if isinstance(value, list) else value
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
@@ -51,7 +51,7 @@ def _check_path(text: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_check_path)]
-"""A relative or absolute path on the machines that run; remote addresses are refused."""
+"""A relative or absolute path on the machines of the run; a remote address is an error."""
 
 
 def check_location(location: str, *, for_writing: bool = False) -> str:

@@ -32,7 +32,7 @@ _PHRASES = {
 """Phrases in pydantic's messages of other types -> ours."""
 
 
-def expected(error: ErrorDetails) -> str:
+def describe_expected(error: ErrorDetails) -> str:
     """Return the part of an error message that says which value was expected."""
     message = error["msg"]
     for theirs, ours in _PHRASES.items():

@@ -19,10 +19,10 @@ from pretrain.common.errors import InputError, is_control, printable, version_mi
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
 from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, field_at
-from pretrain.common.setting_errors import expected, format_value, shorten, suggest
+from pretrain.common.setting_errors import describe_expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_MIN_UNKNOWN = 3  # number of unknown top-level keys from which a config is reported as one for another command
+_MIN_UNKNOWN = 3  # minimum number of unknown top-level keys to report a config as one for another command
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _MAX_SHOWN = 200  # maximum number of characters of an override in a message
 
@@ -58,7 +58,7 @@ def load(config: AnyConfig, schema: type[S], overrides: Overrides = (), *, impor
 
 
 def load_recorded(path: Path, schema: type[S]) -> S:
-    """Load the settings that a run recorded in `path`. Raises `InputError`, with one line if the version differs."""
+    """Load the settings that a run recorded in `path`. `InputError` if they are invalid for this version."""
     return _Document(path, schema, ()).validate(recorded=True)
 
 
@@ -177,9 +177,9 @@ class _Document(Generic[S]):
         self.values: dict[str, Any] = _to_plain(content)
         self.origins = {(): self.origin} | {keys: f"{self.origin}:{line}" for keys, line in lines.items()}
         for override in as_overrides(overrides):
-            self.override(override)
+            self.apply_override(override)
 
-    def override(self, text: str) -> None:
+    def apply_override(self, text: str) -> None:
         """Apply the override `key.path=value` to the file's values."""
         where = f"--set {shorten(printable(text), _MAX_SHOWN)}"
         name, equals, value = text.partition("=")
@@ -230,7 +230,7 @@ class _Document(Generic[S]):
             problems = [
                 item for item in error.errors(include_url=False) if item["type"] != "too_short" or not item["input"]
             ]
-            self._check_kind(problems)
+            self._reject_other_configs(problems)
             if recorded and any(item["type"] == "extra_forbidden" for item in problems):
                 raise InputError(version_mismatch(self.origin, "Train again.")) from None
             order = list(self.origins)
@@ -239,7 +239,7 @@ class _Document(Generic[S]):
         self._check_secrets()
         return settings
 
-    def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
+    def _reject_other_configs(self, problems: Sequence[ErrorDetails]) -> None:
         """Raise `InputError` if many settings are unknown: the config is probably for another command."""
         paths = [item["loc"] for item in problems if item["type"] == "extra_forbidden"]
         unknown = [str(path[0]) for path in paths if len(path) == 1]
@@ -253,13 +253,13 @@ class _Document(Generic[S]):
         for path, value in _leaves(self.values):
             name, field = ".".join(map(str, path)), field_at(self.schema, path)
             allowed = "\t\n" if field is not None and field.json_schema_extra == ALLOW_TABS_AND_NEWLINES else ""
-            if controls := _controls(name):
+            if controls := _describe_controls(name):
                 yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
-            elif isinstance(value, str) and (controls := _controls(value, allowed)):
+            elif isinstance(value, str) and (controls := _describe_controls(value, allowed)):
                 yield f"{self.where(path)}: {name} is {format_value(value)}, which contains {controls}. Remove them."
 
     def _check_secrets(self) -> None:
-        """Refuse strings in settings of other software whose names suggest secrets; our settings contain none."""
+        """Reject strings in settings of other software whose names suggest secrets; our settings contain none."""
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
             ours = [field for n in range(len(path)) if (field := field_at(self.schema, path[: n + 1]))]
@@ -285,7 +285,7 @@ class _Document(Generic[S]):
             # If a check involves several settings, its message starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
-        return f"{where}: {name} is {format_value(error['input'])}; {expected(error)}"
+        return f"{where}: {name} is {format_value(error['input'])}; {describe_expected(error)}"
 
     def where(self, path: Keys) -> str:
         """Return the override that set `path`, or else the file and line of the setting or its innermost section."""
@@ -301,7 +301,7 @@ def _split_name(name: str) -> Keys:
     return tuple(int(key) if key.isdecimal() and len(key) < 10 else key for key in name.split("."))
 
 
-def _controls(text: str, allowed: str = "") -> str:
+def _describe_controls(text: str, allowed: str = "") -> str:
     """Describe the control characters in `text` that are not `allowed`; "" if there are none."""
     controls = dict.fromkeys(character for character in text if is_control(character) and character not in allowed)
     return f"control characters ({', '.join(map(printable, controls))})" if controls else ""

@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Wrap lines at the terminal's width, and align the rest of a line with its last column; only in a terminal."""
+    """Wrap lines at the terminal's width, indented to their last column; without a terminal, return `text` as it is."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns

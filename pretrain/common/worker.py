@@ -45,8 +45,8 @@ class Flag:
     Attributes:
         path: the file.
         owner: name of the attempt, which `set` writes to the file. Files of other owners are ignored unless touched.
-        since: time in nanoseconds of the file system's clock. A file that was touched, or has no owner, is honored if
-            it is not older; with None, it is always ignored.
+        since: time in nanoseconds of the file system's clock. A file that was touched, or has no owner, is honored
+            only if it is not older than this; None means never.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class Flag:
 
 
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
-    """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file is honored.
+    """Create the run folder, remove an old stop file, and return the time in ns from which stop files are honored.
 
     That is now, or the start of the scheduler's job, since a request may arrive while the job starts. It is a time of
     the file system's clock, which may differ from this machine's.
@@ -162,7 +162,7 @@ class TrainingRequest:
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The defaults are for a run of one process. `rank` is the one among all processes, `local_rank` on this machine.
+    The defaults are for a run of one process. `rank` is among all processes, `local_rank` among this machine's.
     """
 
     rank: int = 0

@@ -84,8 +84,8 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError):  # a tag such as !!int in front of a value of another type
-            kind = node.tag.rpartition(":")[2]
-            raise _problem(f"{format_value(node.value)} is not of type {kind}", node.start_mark) from None
+            type_name = node.tag.rpartition(":")[2]
+            raise _problem(f"{format_value(node.value)} is not of type {type_name}", node.start_mark) from None
 
     def construct_string(self, node: yaml.ScalarNode) -> str:
         """Return a string. JSON escapes a character beyond 16 bits as two surrogates, which are joined here."""

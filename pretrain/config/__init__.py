@@ -1,7 +1,7 @@
 """The config of a run: frozen pydantic models that `load_config` reads from one YAML file.
 
-Every field has a default (unless it is required), limits, and a description with its unit. Unknown keys are refused;
-the error names the line of the file and the nearest known key.
+Every field has a default (unless it is required), limits, and a description with its unit. An unknown key is an error,
+which names the line of the file and the most similar known key.
 """
 
 from pretrain.config.adaptation import AdaptationConfig

@@ -201,7 +201,7 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Phases may override it, except in evaluations.",
+        description="Share of each sequence's tokens to predict. Phases may override it, but only in training.",
     )
     mask_share: float = Field(
         default=0.8,
@@ -238,7 +238,7 @@ class MaskingConfig(Section):
 
 
 class PairsConfig(Section):
-    """The cutting of documents into sequences, and the prediction task for pairs of segments.
+    """The rules for cutting documents into sequences, and the prediction task for pairs of segments.
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """

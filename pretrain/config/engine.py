@@ -24,7 +24,7 @@ _DETERMINED_BY = {
     "scheduler": "the phases' learning rates",
 }
 # DeepSpeed settings that make a forward pass wait for the device.
-_BLOCKING = ("timers", "wall_clock_breakdown", "flops_profiler")
+_SYNCHRONIZING = ("timers", "wall_clock_breakdown", "flops_profiler")
 
 
 class EngineConfig(Section):
@@ -76,7 +76,7 @@ class EngineConfig(Section):
         obstacles = {
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
-            **{f"deepspeed.{name} is set": name in self.deepspeed for name in _BLOCKING},
+            **{f"deepspeed.{name} is set": name in self.deepspeed for name in _SYNCHRONIZING},
         }
         return next((setting for setting, prevents in obstacles.items() if prevents), "")
 

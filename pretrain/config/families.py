@@ -12,20 +12,20 @@ class PublishedSize(NamedTuple):
     intermediate: int
 
 
-def _bert(layers: int, hidden: int, heads: int) -> PublishedSize:
+def _bert_size(layers: int, hidden: int, heads: int) -> PublishedSize:
     return PublishedSize(layers, hidden, heads, 4 * hidden)
 
 
 # google-research/bert README.md (the 24 smaller models) and Devlin et al. section 3.
 _BERT_SIZES = {
-    "mini": _bert(4, 256, 4),
-    "small": _bert(4, 512, 8),
-    "medium": _bert(8, 512, 8),
-    "base": _bert(12, 768, 12),
-    "large": _bert(24, 1024, 16),
+    "mini": _bert_size(4, 256, 4),
+    "small": _bert_size(4, 512, 8),
+    "medium": _bert_size(8, 512, 8),
+    "base": _bert_size(12, 768, 12),
+    "large": _bert_size(24, 1024, 16),
 }
 # Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini, small and
-# medium are ours: BERT's layers, hidden and heads, with an intermediate of 1.5 x hidden, as in ModernBERT.
+# medium are not published: they have BERT's layers, hidden and heads, and an intermediate of 1.5 x hidden.
 _MODERNBERT_SIZES = {
     "mini": PublishedSize(4, 256, 4, 384),
     "small": PublishedSize(4, 512, 8, 768),
@@ -39,13 +39,13 @@ _MODERNBERT_SIZES = {
     "ettin-400m": PublishedSize(28, 1024, 16, 2624),
     "ettin-1b": PublishedSize(28, 1792, 28, 3840),
 }
-# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is ours, with BERT's size.
+# He et al. 2021, arXiv:2111.09543, section 5, and the models' config.json. Mini is not published; it has BERT's size.
 _DEBERTA_SIZES = {
-    "mini": _bert(4, 256, 4),
-    "xsmall": _bert(12, 384, 6),
-    "small": _bert(6, 768, 12),
-    "base": _bert(12, 768, 12),
-    "large": _bert(24, 1024, 16),
+    "mini": _bert_size(4, 256, 4),
+    "xsmall": _bert_size(12, 384, 6),
+    "small": _bert_size(6, 768, 12),
+    "base": _bert_size(12, 768, 12),
+    "large": _bert_size(24, 1024, 16),
 }
 SIZES: dict[str, dict[str, PublishedSize]] = {
     "bert": _BERT_SIZES,
@@ -68,12 +68,12 @@ FAMILY_TITLES = {
     "deberta": "DeBERTa",
 }
 
-# Settings of `ModelConfig` by family, where they differ from BERT's (the fields' defaults). A config may replace each.
+# Settings of families that differ from BERT's (the defaults of `ModelConfig`); sources: transformers and the Hub.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "bert": {},
     # FacebookAI/roberta-base and xlm-roberta-base, config.json.
     "roberta": {"layer_norm_eps": 1e-5},
-    # transformers models/modernbert/configuration_modernbert.py; dropout as in its recipe.
+    # transformers models/modernbert/configuration_modernbert.py; dropout as in ModernBERT's training recipe.
     "modernbert": {
         "norm": "layer_norm_no_bias",
         "layer_norm_eps": 1e-5,

@@ -12,7 +12,7 @@ from pretrain.config.families import FAMILY_SETTINGS, FAMILY_TITLES, SIZES, Publ
 
 # Up to this width, the column offsets of dropout seeds fit into int32 (model/kernels/hash_rng.py, COLUMN_STEP).
 MAX_WIDTH = 8192
-# More than any encoder has (Wang et al. 2022, DeepNet: 1,000 layers), to refuse a typo before the model is built.
+# More layers than any encoder has (Wang et al. 2022, DeepNet: 1,000), to find a typo before the model is built.
 MAX_LAYERS = 1024
 MAX_ROWS = 1 << 24  # maximum number of rows of the word embeddings
 # Head widths that torch's flash kernel supports without padding (pytorch,
@@ -134,14 +134,14 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Number of buckets of distances. For relative, of both directions together (T5: 32). For "
-        "disentangled, of each direction (DeBERTa-v3: 256, LTG-BERT: 32); 0 means one bucket per distance.",
+        description="Number of buckets for distances: for relative, in both directions together (T5: 32); for "
+        "disentangled, in each direction (DeBERTa-v3: 256, LTG-BERT: 32), where 0 means one bucket per distance.",
     )
     relative_max_distance: int = Field(
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Distances of at least this many tokens share a bucket. T5 has 128, DeBERTa-v3 512.",
+        description="Distances of at least this many tokens share a bucket (T5: 128, DeBERTa-v3: 512).",
     )
     relative_terms: Literal["both", "c2p", "p2c"] = Field(
         default="both",
@@ -193,7 +193,7 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         family, size = values.get("family", "bert"), values.get("size", "base")
-        if family not in FAMILY_SETTINGS or not isinstance(size, str):  # validation of the fields will refuse these
+        if family not in FAMILY_SETTINGS or not isinstance(size, str):  # validation of the fields will reject these
             return values
         values = {**FAMILY_SETTINGS[family], **values}
         if size in SIZES[family]:
@@ -343,7 +343,7 @@ class ModelConfig(Section):
 
     @property
     def relative_span(self) -> int:
-        """Return the number of embeddings per direction of disentangled positions: half the rows of their table."""
+        """Return the number of embeddings per direction of disentangled positions, half of all rows; 0 without them."""
         return (self.relative_buckets or self.relative_max_distance) if self.disentangled else 0
 
     @property
@@ -378,10 +378,10 @@ class ModelConfig(Section):
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """Return whether a layer has an attention norm. A pre-norm model's first has none after an embedding norm."""
+        """Return whether a layer has an attention norm. In a pre-norm model, an embedding norm replaces the first."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
 def _sets_hidden(values: dict[str, Any], size: PublishedSize) -> bool:
-    """Return whether a config replaces the size's hidden width, which then determines the feed-forward width."""
+    """Return whether a config replaces the size's hidden width; the feed-forward width then depends on the new one."""
     return values.get("hidden") not in (None, 0, size.hidden)

@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Settings with paths that objectives read. They may differ in a resumed run, which compares the contents."""
+"""Settings that are paths of objectives' files. A resumed run may change them, since it compares the contents."""
 
 
 class DistillationConfig(Section):
@@ -50,15 +50,15 @@ class ElectraConfig(Section):
         ge=0,
         le=1,
         description="Width of the generator as a share of the model's; the model becomes the discriminator. ELECTRA "
-        "has 0.25, its base size 1/3. 0: no generator, and the model itself predicts masked tokens.",
+        "uses 0.25, for its base size 1/3. 0: no generator, and the model itself predicts masked tokens.",
     )
     generator_depth: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Number of layers of the generator as a share of the model's. DeBERTa-v3 has 0.5, at full width.",
+        description="Number of layers of the generator as a share of the model's. DeBERTa-v3 uses 0.5 at full width.",
     )
-    rtd_weight: float = Field(default=50.0, ge=0, description="Weight of the discriminator's loss. DeBERTa-v3 has 10.")
+    rtd_weight: float = Field(default=50.0, ge=0, description="Weight of the discriminator's loss; DeBERTa-v3's is 10.")
     embeddings: Literal["shared", "disentangled"] = Field(
         default="shared",
         description="shared uses one set of tables for both models. disentangled adds trained differences to the "

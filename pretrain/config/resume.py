@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
-    # The filler tokens that it adds to batches are not part of the samples.
+    # CUDA graphs add filler tokens to batches, but these are not part of the samples.
     "engine.cuda_graphs",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
@@ -66,7 +66,7 @@ def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done_steps
 
 
 def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done_steps: int) -> list[str]:
-    """Return the settings that a new length of the current phase would change, formatted as by `differences`.
+    """Return the settings that a new length of the current phase would change, formatted as in `differences`.
 
     The phases before the current one must be equal in both configs.
     """

@@ -50,7 +50,7 @@ class TrackingConfig(Section):
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
 
     def check_names(self) -> None:
-        """Raise `InputError` if W&B would refuse a name.
+        """Raise `InputError` if W&B would reject a name.
 
         Only called for runs that start: recorded configs may have such names, and must remain readable.
         """
@@ -74,8 +74,8 @@ class SchedulingConfig(Section):
     min_workers: int = Field(
         default=0,
         ge=0,
-        description="Minimum number of workers, up to workers, to continue with when nodes are lost. The run grows "
-        "again when nodes return. 0 always requires all workers.",
+        description="Minimum number of workers (at most workers) with which the run continues if nodes are lost. It "
+        "grows again when nodes return. 0 always requires all workers.",
     )
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."
@@ -119,7 +119,7 @@ class SchedulingConfig(Section):
         return self
 
 
-def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
+def parse_callback(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
     """Return (name of the function or class, whether its errors stop the run, options of the class)."""
     options = {"call": entry} if isinstance(entry, str) else dict(entry)
     return str(options.pop("call", "")), options.pop("on_error", "warn") == "stop", options
@@ -130,7 +130,7 @@ def _check_callback(entry: Any) -> Any:
         raise ValueError("use my_package.module:name, or a section with this name as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
-    check_name(callback_options(entry)[0], with_attribute=True)
+    check_name(parse_callback(entry)[0], with_attribute=True)
     return entry
 
 
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         for index, entry in enumerate(self.callbacks):
-            yield ("callbacks", index), CALLBACKS, callback_options(entry)[0]
+            yield ("callbacks", index), CALLBACKS, parse_callback(entry)[0]
 
     @property
     def folder(self) -> Path:
@@ -198,9 +198,9 @@ class PretrainConfig(RunConfig):
     )
     fork_from: str = Field(
         default="",
-        description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with its weights, "
-        "moments and position in the data. Settings up to that step must be the same; later phases may differ. "
-        "--fork sets it, too.",
+        description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000; weights, moments "
+        "and position in the data are taken from it. Settings up to that step must be the same; later phases may "
+        "differ. --fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="Settings of a run that continues from the checkpoint in start_from."
@@ -225,10 +225,10 @@ class PretrainConfig(RunConfig):
         return objective
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        kinds = [(("corpus", "sources", n, "kind"), SOURCES, each.kind) for n, each in enumerate(self.corpus.sources)]
-        kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
-        kinds += [(("objective",), OBJECTIVES, self.objective)]
-        yield from (kind for kind in kinds if is_custom(kind[2]))
+        modules = [(("corpus", "sources", n, "kind"), SOURCES, each.kind) for n, each in enumerate(self.corpus.sources)]
+        modules += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
+        modules += [(("objective",), OBJECTIVES, self.objective)]
+        yield from (module for module in modules if is_custom(module[2]))
         yield from super().custom_modules()
 
     @field_validator("fork_from")
@@ -243,10 +243,10 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
-        """Refuse settings that have no effect without a checkpoint to continue from."""
+        """Reject settings that have no effect without a checkpoint to continue from."""
         if self.start_from:
             return self
-        _refuse_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
+        _reject_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
         if added := self.corpus.vocabulary.added_words:
             raise ValueError(
                 f"corpus.vocabulary.added_words ({added}) needs start_from: the checkpoint whose vocabulary is extended"
@@ -257,7 +257,7 @@ class PretrainConfig(RunConfig):
     def _check_distillation(self) -> PretrainConfig:
         settings = self.distillation
         if not settings.teacher:
-            _refuse_changes("distillation", settings, "distillation.teacher: the model to learn from")
+            _reject_changes("distillation", settings, "distillation.teacher: the model to learn from")
             return self
         if self.start_from:
             raise ValueError(
@@ -274,7 +274,7 @@ class PretrainConfig(RunConfig):
     @model_validator(mode="after")
     def _check_electra(self) -> PretrainConfig:
         if not self.electra.is_on:
-            _refuse_changes("electra", self.electra, "electra.generator_width, such as 0.25")
+            _reject_changes("electra", self.electra, "electra.generator_width, such as 0.25")
             return self
         if self.pairs.has_classifier:
             raise ValueError(f"electra does not fit the objective {self.pairs.objective}. Set pairs.objective: none")
@@ -343,8 +343,8 @@ class PretrainConfig(RunConfig):
 
     def batch_problem(self, phase: int, sequences: int) -> str:
         """Return why a batch cannot be balanced with some of the allowed numbers of workers; "" if it can."""
-        counts = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
-        return next(filter(None, (self.balance_problem(phase, sequences, workers) for workers in counts)), "")
+        allowed = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
+        return next(filter(None, (self.balance_problem(phase, sequences, workers) for workers in allowed)), "")
 
     def balance_problem(self, phase: int, sequences: int, workers: int) -> str:
         """Return why a batch cannot be balanced across this number of workers (`balancing.balance`); "" if it can."""
@@ -403,8 +403,8 @@ class PretrainConfig(RunConfig):
         raise IndexError("step is past the last phase")
 
 
-def _refuse_changes(section: str, settings: Section, requirement: str) -> None:
-    """Raise `ValueError` if a setting differs from its default: it would have no effect without the `requirement`."""
+def _reject_changes(section: str, settings: Section, requirement: str) -> None:
+    """Raise `ValueError` if a setting differs from its default: without the `requirement`, it would have no effect."""
     for name, value in settings.model_dump(exclude_defaults=True).items():
         raise ValueError(f"{section}.{name} ({value}) needs {requirement}")
 

@@ -16,7 +16,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
-        "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
+        "al. 2023; ModernBERT's; set engine.gradient_clip_norm to 0); lamb scales updates per tensor, for large "
         "batches (You et al. 2020); muon orthogonalizes the momentum of the layers' matrices and uses adamw for the "
         "rest (Jordan et al. 2024, Liu et al. 2025).",
     )
@@ -91,8 +91,8 @@ class PhaseConfig(Section):
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
         default="linear",
-        description="Decay of the learning rate after the warm-up. polynomial is NVIDIA's LAMB recipe, with power "
-        "0.5; 1-sqrt is ModernBERT's last phase (Hägele et al. 2024).",
+        description="Decay of the learning rate after the warm-up. polynomial has power 0.5, as in NVIDIA's recipe "
+        "for LAMB; 1-sqrt (Hägele et al. 2024) is the decay of ModernBERT's last phase.",
     )
     decay_steps: int = Field(
         default=0,
@@ -181,15 +181,15 @@ class PhaseConfig(Section):
         return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
 
     def first_sample(self, step: int) -> int:
-        """Return the index of the first sample of the 0-based `step`: the number of sequences before it."""
-        ramp_done = min(step, self.ramp_steps)
+        """Return the index of the first sample in the 0-based `step`: the number of sequences before that step."""
+        ramp_step = min(step, self.ramp_steps)
         ramp_sizes = self.batch_sizes[:-1]
         starts = [-(-i * self.ramp_steps // len(ramp_sizes)) for i in range(len(ramp_sizes))] + [self.ramp_steps]
-        in_ramp = sum(
-            size * (min(ramp_done, end) - min(ramp_done, start))
+        ramp_sequences = sum(
+            size * (min(ramp_step, end) - min(ramp_step, start))
             for size, start, end in zip(ramp_sizes, starts, starts[1:], strict=False)
         )
-        return in_ramp + (step - ramp_done) * self.global_sequences
+        return ramp_sequences + (step - ramp_step) * self.global_sequences
 
     @model_validator(mode="after")
     def _check_ramp(self) -> PhaseConfig:

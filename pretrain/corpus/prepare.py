@@ -332,8 +332,8 @@ class _Preparation:
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
         """Lock the work folder for this run; create it if it is missing."""
-        message = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
-        with locked(self._work_dir / stages.LOCK, message):
+        error_message = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
+        with locked(self._work_dir / stages.LOCK, error_message):
             self._open_work()
             self._remove_leftovers()
             yield

@@ -173,7 +173,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
                 f"{corpus.dir}: another machine stored a corpus there in the meantime, so this one was not stored. Run "
                 "the command again to add the missing sources to the stored corpus."
             )
-        restored = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
+        restored = folders.store(corpus.folder, corpus.dir, replaceable=CARD_FILES)
         _store_counts(corpus)
         print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(restored)}" if restored else ""))
         stored_manifest = (corpus.folder / MANIFEST).read_bytes()

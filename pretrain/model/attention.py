@@ -1,8 +1,8 @@
 """Self-attention over an unpadded batch: the only module that uses the boundaries of sequences (docs/invariants.md, 2).
 
-CUDA in half precision: torch's varlen flash kernel. On a CPU: our C++ loops (docs/decisions/0149-*). Where those do not
-apply (fp32 on a GPU, terms that depend on distances): batched matmuls over groups of sequences of similar lengths, with
-the operations between the matmuls fused by torch.compile. All are in `kernels/`, and support attention dropout.
+In half precision on CUDA, it runs torch's varlen flash kernel; on a CPU, our C++ loops (docs/decisions/0149-*); in all
+other cases (fp32 on a GPU, terms that depend on distances), batched matmuls over groups of sequences of similar length,
+with the operations between them fused by torch.compile. All kernels are in `kernels/` and support attention dropout.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D.
 """

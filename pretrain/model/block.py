@@ -126,7 +126,7 @@ class EmbeddingWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of `after_attention`, in the order of its arithmetic."""
+    """The parameters of `after_attention`, in the order in which it uses them."""
 
     attention_out_weight: Tensor  # [H, H]
     attention_out_bias: Tensor | None

@@ -28,7 +28,7 @@ SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (
 # the single-threaded code of a short batch to later runs with large batches.
 _ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
 _EQUAL_SIZES = "KM"  # letters that mean the same size in all arguments of a call
-# Age of a file that no linker writes any more; a restarted run takes longer until it compiles.
+# No linker is assumed to be writing a file that is older than this; a restarted run takes longer until it compiles.
 _LINKING_SECONDS = 10.0
 
 
@@ -48,7 +48,7 @@ def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ..
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         _configure()
-        # The compiler treats the number of threads as a constant, too, and recompiles if it changes.
+        # The compiler also treats the number of threads as a constant, and recompiles if it changes.
         keys = (_recompile_key(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
         variant = (torch.get_num_threads(), torch.is_grad_enabled(), *keys)
         if variant not in seen_variants:
@@ -82,7 +82,7 @@ def _clear_if_killed(error: RuntimeError) -> bool:
 
 @functools.cache
 def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Compile `function` with these integer arguments as constants. The result takes and ignores them.
+    """Compile `function` with these integer arguments as constants. The result also takes them, but ignores them.
 
     The compiler would treat an integer as a dynamic size. On a GPU, dividing by it in address computations costs more
     than reading the elements: the rotation of heads took forty times as long as its memory traffic.
@@ -100,7 +100,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _recompile_key(argument: Any, letters: str) -> Any:
-    """Return what recompiles a function if it changes: of a tensor, its dtype and the sizes of axes without letters."""
+    """Return what recompiles a function if it differs: for a tensor, its dtype and sizes of axes without letters."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_recompile_key(x, letters) for x in argument) if isinstance(argument, tuple) else argument
@@ -114,8 +114,8 @@ def remove_unfinished_libraries(folder: Path) -> None:
     """
     for path in folder.glob("*/*.so"):
         with contextlib.suppress(OSError):
-            state = path.stat()
-            if time.time() - state.st_mtime > _LINKING_SECONDS and not _is_complete(path, state.st_size):
+            status = path.stat()
+            if time.time() - status.st_mtime > _LINKING_SECONDS and not _is_complete(path, status.st_size):
                 path.unlink()
 
 
@@ -133,7 +133,7 @@ _configured = threading.local()
 
 
 def _configure() -> None:
-    """Apply the settings once per thread, as torch's settings are per thread; CUDA's backward pass runs in another."""
+    """Apply the settings once per thread: torch's are per thread, and CUDA's backward pass runs in another one."""
     if hasattr(_configured, "done"):
         return
     _configured.done = True

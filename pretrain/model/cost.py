@@ -52,7 +52,7 @@ def check_names(model: ModelConfig) -> None:
 
 
 def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: bool = True) -> ParameterCount:
-    """Count the parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
+    """Count the parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names` does."""
     check_names(model)
     return ParameterCount(
         total(embedding_parameters(model, vocabulary_size)) + total(position_parameters(model)),
@@ -92,7 +92,7 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[float], queries: float) 
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
     skipped_pairs = sum(_attended_pairs(length, window) for length in lengths) * (1 - queries / tokens)
-    skipped = _count_layers(model).after_attention_flops * (tokens - queries) + 12 * model.hidden * skipped_pairs
+    skipped = _layer_costs(model).after_attention_flops * (tokens - queries) + 12 * model.hidden * skipped_pairs
     return layers_flops(model, lengths) - skipped
 
 
@@ -108,7 +108,7 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], queries: floa
     tokens, last_window = sum(lengths), model.window(model.layers - 1)
     all_pairs = sum(
         layers * (_attended_pairs(length, window) + 2 * _distance_pairs(model, length, window))
-        for window, layers in _count_layers(model).layers_by_window.items()
+        for window, layers in _layer_costs(model).layers_by_window.items()
         for length in lengths
     )
     skipped = sum(_attended_pairs(length, last_window) for length in lengths) * (1 - queries / tokens)
@@ -124,7 +124,7 @@ def activation_bytes(
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
     If compiled, the backward pass recomputes everything between these. Native loops also keep the matmuls' inputs. In
-    eager mode, a layer also keeps what the gradients of its norms and activation need, and dropout masks in bytes. A
+    eager mode, a layer also keeps what the gradients of its norms and activation need, and one-byte dropout masks. A
     pre-norm layer keeps the normalized input of its projections, but not the last product. The last layer computes
     only query positions after query, key and value. Checked against torch's saved tensors: within 8 %.
 
@@ -152,9 +152,9 @@ def activation_bytes(
 
 def has_native_loops(model: ModelConfig) -> bool:
     """Return whether `kernels/native.cpp` supports the model's layers: only BERT's."""
-    kind = model.norm, model.activation, model.norm_placement, model.gated
+    design = model.norm, model.activation, model.norm_placement, model.gated
     biases = model.attention_bias and model.ffn_in_bias and model.ffn_out_bias
-    return biases and kind == ("layer_norm", "gelu", "post", False)
+    return biases and design == ("layer_norm", "gelu", "post", False)
 
 
 def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
@@ -173,13 +173,13 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the FLOPs of all applications of the layers, and of the projection of the embeddings."""
-    tokens, counts = sum(lengths), _count_layers(model)
+    tokens, costs = sum(lengths), _layer_costs(model)
     pairs = sum(
         layers * (_attended_pairs(length, window) + _distance_pairs(model, length, window))
-        for window, layers in counts.layers_by_window.items()
+        for window, layers in costs.layers_by_window.items()
         for length in lengths
     )
-    layers = counts.matrix_flops * tokens + 12 * model.hidden * pairs
+    layers = costs.matrix_flops * tokens + 12 * model.hidden * pairs
     return model.recursions * layers + _projection_flops(model) * tokens
 
 
@@ -191,13 +191,13 @@ class _LayerCosts(NamedTuple):
     layers_by_window: Counter[int]  # number of layers with each attention window
 
 
-def _count_layers(model: ModelConfig) -> _LayerCosts:
+def _layer_costs(model: ModelConfig) -> _LayerCosts:
     hashable: Any = model  # pyright does not know that a frozen config is hashable
-    return count_layers(hashable)
+    return cached_layer_costs(hashable)
 
 
 @functools.lru_cache(maxsize=16)
-def count_layers(model: ModelConfig) -> _LayerCosts:
+def cached_layer_costs(model: ModelConfig) -> _LayerCosts:
     """Count the FLOPs of the layers' weight matrices per token, and the layers with each attention window."""
     # The matrices named position_* multiply distance embeddings, not tokens.
     layers = [
@@ -252,7 +252,7 @@ def _embedding_saved_bytes(model: ModelConfig, itemsize: int, compiled: bool) ->
 
 
 def _distance_saved_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of the reachable distance embeddings: normalized once, projected for each layer."""
+    """Return the bytes that the reachable distance embeddings keep: normalized once, projected for each layer."""
     rows = min(2 * model.relative_span, 2 * model.max_positions)
     norm = rows * _norm_saved_bytes(model, itemsize, False) if model.relative_norm else 0
     return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden
@@ -271,19 +271,19 @@ def _native_saved_bytes(model: ModelConfig, itemsize: int) -> int:
 
 def _eager_saved_bytes(model: ModelConfig, itemsize: int) -> int:
     """Return the bytes per token that an uncompiled layer keeps after its attention."""
-    h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
-    norms = normed if model.norm_placement == "pre" else 2 * normed
+    h, norm_bytes = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
+    norms = norm_bytes if model.norm_placement == "pre" else 2 * norm_bytes
     return itemsize * 3 * h + _activation_saved_bytes(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
 
 
 def _norm_saved_bytes(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Return the bytes per token of a norm whose input is kept anyway: its output, and its fp32 tensors."""
-    saved = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
-    return model.hidden * (itemsize if compiled else itemsize + 4 * saved)
+    """Return the bytes per token that a norm keeps in addition to its input: its output, and its fp32 tensors."""
+    saved_tensors = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
+    return model.hidden * (itemsize if compiled else itemsize + 4 * saved_tensors)
 
 
 def _activation_saved_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes per token of the input of the matmul after the activation, and of fp32 tensors."""
+    """Return the bytes per token that the activation keeps: its output for the next matmul, and fp32 tensors."""
     if model.gated:
         return model.intermediate * (itemsize + 12)  # both projections, and the activation's output
     # An fp32 output is kept once, since the next matmul needs the same tensor.

@@ -154,10 +154,10 @@ class Embeddings(nn.Module):
 
 
 def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
-    """Look up the rows `ids` (int64 [T]) of `table` [V, E]: [T, E]; the gradient is summed in fp32 and rounded once.
+    """Return the rows `ids` (int64 [T]) of `table` [V, E] as [T, E]; its gradient is summed in fp32 and rounded once.
 
     Args:
-        sparse: return an uncoalesced sparse gradient, for a caller that sums its rows.
+        sparse: return an uncoalesced sparse gradient, for a caller that sums its rows itself.
     """
     # On CPUs, torch sums gradients in the table's dtype. In bf16, the gradient of a row that is looked up a thousand
     # times, such as [MASK]'s, would be several percent off. CUDA kernels sum in fp32; for up to 3,072 tokens, they add

@@ -23,7 +23,7 @@ _IGNORED_LABEL = -100  # label of positions that the loss ignores
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
-    """The additional fields of a batch that pretraining reads, such as `pretrain.batches.batch.MicroBatch`."""
+    """The additional fields that pretraining reads from a batch, such as a `pretrain.batches.batch.MicroBatch`."""
 
     @property
     def masked_rows(self) -> Tensor: ...  # int64 [K], indices of the masked tokens
@@ -38,7 +38,7 @@ class Losses(NamedTuple):
 
     mlm_loss: Tensor  # cross-entropy in nats
     nsp_loss: Tensor
-    mlm_correct: Tensor  # masked tokens whose label has the highest score; a tie of n labels counts as 1/n
+    mlm_correct: Tensor  # number of masked tokens whose label has the highest score; a tie of n labels counts as 1/n
     nsp_correct: Tensor
 
 
@@ -113,7 +113,7 @@ class Heads(nn.Module):
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
-        """Return the losses; `hidden_RH`: pooled states of the sequences, then states of the masked tokens."""
+        """Return the losses; `hidden_RH` has the pooled state of each sequence, then the state of each masked token."""
         sequence_count = hidden_RH.shape[0] - masked_labels_K.shape[0]
         padding = rows_to_pad(len(masked_labels_K), hidden_RH)
         transformed_KH = self.transform(pad_rows(hidden_RH[sequence_count:], padding), self.fused)

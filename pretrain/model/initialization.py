@@ -4,8 +4,8 @@ With BERT's values every head attends to all tokens equally. A small run then st
 predicts masked tokens only from word frequencies: it must first learn, position by position, which tokens are adjacent.
 `attend_to_adjacent_tokens` gives each head one offset to attend to, as in a trained BERT (Clark et al. 2019, "What Does
 BERT Look At?", section 3.1); `attend_to_adjacent_tokens_by_rotation` is for rotary positions. Only initial values
-differ; the architecture is the same, and all parameters are trained. Trockman & Kolter had the idea to initialize
-attention as it is after training (2023, "Mimetic Initialization of Self-Attention Layers").
+differ; the architecture is the same, and all parameters are trained. The idea of initializing attention as it is after
+training is from Trockman & Kolter (2023, "Mimetic Initialization of Self-Attention Layers").
 """
 
 import math
@@ -22,9 +22,9 @@ from pretrain.model.positions import join_pairs
 # Initial scale of position embeddings relative to words and token types, which act as noise: positions have two thirds
 # of an embedding's squared norm.
 POSITION_SCALE = 2.0
-# A head's initial score at its offset; the mean score is 0. Among 128 tokens, the offset gets half of the attention.
+# Initial score of a head at its offset; the mean score is 0. With 128 tokens, half of the attention goes there.
 PEAK_SCORE = 5.0
-# With rotary positions: the same score; and the lowest frequency that is used, in radians per token.
+# The peak score with rotary positions, and the lowest frequency that is then used, in radians per token.
 ROTARY_PEAK_SCORE, MIN_FREQUENCY = 8.0, 0.2
 
 
@@ -40,7 +40,7 @@ def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: f
 
 
 def normal(std: float, *size: int) -> nn.Parameter:
-    """Sample a normal with deviation `std`, truncated at two deviations (google-research/bert, create_initializer)."""
+    """Sample a normal distribution with this `std`, truncated at two (google-research/bert, create_initializer)."""
     weight = torch.empty(*size)
     if weight.is_meta:  # random values of meta tensors would import sympy, which takes a second
         return nn.Parameter(weight)
@@ -74,9 +74,9 @@ def initialize_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[A
 def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor], heads: int, std: float) -> None:
     """Fill the position embeddings and add to the layers' stacked projections [3H, H], in place.
 
-    Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, sampled from torch's
-    generator. They are distant from each other, and the next position is a rotation (Vaswani et al. 2017, section
-    3.5). Without phases the first position, [CLS], would be ones and zeros, whose mean the LayerNorm subtracts.
+    Position embeddings are cosines and sines of K = H/2 frequencies between 0 and pi, each with a phase, sampled from
+    torch's generator. They are far apart, and a shift by one position is a rotation (Vaswani et al. 2017, section 3.5).
+    Without phases the first position, [CLS], would be ones and zeros, whose mean the LayerNorm subtracts.
     Queries are initialized to the position itself, and keys to the position that a head attends from. The heads attend
     to the tokens 1 before, 1 after, 2 before, 2 after and so on.
 
@@ -99,7 +99,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK_SCORE / (math.sqrt(width) * share))
-    offset_K = torch.tensor([_offset(head) for head in range(heads)]).repeat_interleave(width // 2)
+    offset_K = torch.tensor([_attended_offset(head) for head in range(heads)]).repeat_interleave(width // 2)
     cosine_K, sine_K = gain * torch.cos(frequency_K * offset_K), gain * torch.sin(frequency_K * offset_K)
     even_K = torch.arange(0, hidden, 2)
     odd_K = even_K + 1
@@ -116,8 +116,8 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
 def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: float, *, interleaved: bool) -> None:
     """Fill the biases of a layer's queries and keys, in place, with the offsets of `attend_to_adjacent_tokens`.
 
-    A bias is the same for all tokens until it is rotated by their positions. Queries start as a vector with the fast
-    frequencies only, and keys as this vector rotated back by the head's offset, so that they match at this distance:
+    A bias is the same for all tokens until it is rotated by their positions. The query bias is a vector with the fast
+    frequencies only, and the key bias is this vector rotated back by the head's offset, so they match at this distance:
     the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK_SCORE`.
 
     Args:
@@ -131,14 +131,14 @@ def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: fl
     frequency_K = base ** -(torch.arange(0, width, 2) / width)
     is_fast_K = frequency_K >= MIN_FREQUENCY
     gain_K = is_fast_K * math.sqrt(ROTARY_PEAK_SCORE * math.sqrt(width) / int(is_fast_K.sum()))
-    angle_NK = -frequency_K * torch.tensor([_offset(head) for head in range(heads)])[:, None]
+    angle_NK = -frequency_K * torch.tensor([_attended_offset(head) for head in range(heads)])[:, None]
     query_D = join_pairs(gain_K, torch.zeros_like(gain_K), interleaved=interleaved)
     key_ND = join_pairs(gain_K * angle_NK.cos(), gain_K * angle_NK.sin(), interleaved=interleaved)
     qkv_bias[:hidden] = query_D.repeat(heads)
     qkv_bias[hidden : 2 * hidden] = key_ND.flatten()
 
 
-def _offset(head: int) -> int:
+def _attended_offset(head: int) -> int:
     """Return -1, 1, -2, 2, ... for heads 0, 1, 2, 3, ..."""
     distance = head // 2 + 1
     return distance if head % 2 else -distance

@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
     Attributes:
         function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision; returns the same shape
-            and dtype. None means BERT's, `block.layer_norm`.
+            and dtype. None means BERT's LayerNorm, `block.layer_norm`.
         parameters: initial values by kind, such as "weight", in the order of the arguments. Each parameter is a vector
             [width], named after its norm and its kind: `ffn_norm_weight`.
         saved: number of tensors of x's size that torch keeps for the backward pass of an uncompiled layer.

@@ -71,7 +71,7 @@ def layer_parameters(model: ModelConfig, index: int) -> tuple[Parameter, ...]:
     return (
         *(attention_norm if pre_norm else ()),
         *_qkv_parameters(model),
-        *relative_projections(model),
+        *relative_projection_parameters(model),
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if pre_norm else attention_norm),
         *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
@@ -80,8 +80,8 @@ def layer_parameters(model: ModelConfig, index: int) -> tuple[Parameter, ...]:
     )
 
 
-def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """A layer's projections of distance embeddings to keys (c2p) and queries (p2c), unless it uses the tokens'."""
+def relative_projection_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """A layer's own projections of distance embeddings to keys (c2p) and queries (p2c); () if it uses the tokens'."""
     terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
     names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
     hidden, bias = model.hidden, model.attention_bias

@@ -88,8 +88,8 @@ def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tenso
 def relative_buckets(distances: Tensor, bucket_count: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance (key minus query position), int64 of any shape (Raffel et al. 2020, 2.1).
 
-    Keys after the query have the second half of the buckets. In each half, the first buckets hold one distance, others
-    ranges that grow by a constant factor to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
+    Keys after the query have the second half of the buckets. In each half, the first buckets have one distance, and
+    the others ranges that grow by a constant factor to `max_distance` (as in transformers modeling_t5.py).
     """
     half = bucket_count // 2
     exact_buckets = half // 2

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS = 0.25  # duration of one measurement
-_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # widths of the square matrices
-_MIN_PRODUCT_SECONDS = 5e-3  # duration of a product from which its launch time is negligible
+_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # smallest and largest width of the square matrices
+_MIN_PRODUCT_SECONDS = 5e-3  # minimum duration of a product, so that its launch time is negligible
 _TRIES = 4  # number of products of one size before a larger size is tried
-_NOISE_RATIO = 0.9  # rates whose ratio is higher differ only by measurement noise
-_MIN_BF16_RATIO = 0.5  # lowest ratio of a CPU's bf16 to its fp32 rate for inference in bf16
+_NOISE_RATIO = 0.9  # two rates whose ratio is above this may differ only by measurement noise
+_MIN_BF16_RATIO = 0.5  # minimum ratio of a CPU's bf16 rate to its fp32 rate for inference in bf16
 
 
 class DeviceCapabilities(NamedTuple):
@@ -33,7 +33,7 @@ class DeviceCapabilities(NamedTuple):
     name: str
     capability: tuple[int, int] | None  # CUDA's compute capability; None on CPU
     bf16: float = 0.0  # rate of matrix products in bf16 on one thread, FLOP/s; not measured on CUDA
-    fp32: float = 0.0  # the same in fp32
+    fp32: float = 0.0  # likewise in fp32
 
 
 class PrecisionChoice(NamedTuple):
@@ -53,7 +53,7 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device in FLOP/s. The fastest in `seconds` counts.
+    """Measure the rate of square matrix products on one device, in FLOP/s: the highest rate within `seconds`.
 
     Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
     milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.
@@ -148,15 +148,15 @@ def _choose_gpu_precision(name: str, capability: tuple[int, int]) -> PrecisionCh
 def allow_tf32(precision: str, device: torch.device) -> bool:
     """Let an fp32 run use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether it does. In other precisions, fp32 products, such as in the heads, do not use TF32.
+    Returns whether it uses them. In other precisions, fp32 products, such as in the heads, do not use TF32.
     """
     import torch
 
     if device.type != "cuda":
         return False
-    tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    return tf32
+    uses_tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+    return uses_tf32
 
 
 def unsupported_feature(engine: EngineConfig, capability: tuple[int, int]) -> str:
@@ -206,9 +206,9 @@ def inference_precision(training_precision: Precision, device: torch.device) -> 
     measured = capabilities(device)
     best = choose_precision([measured])
     if device.type == "cuda":
-        supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
+        is_supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
     else:
-        supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
-    if supported:
+        is_supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
+    if is_supported:
         return PrecisionChoice(training_precision, "as trained")
     return PrecisionChoice(best.precision, f"trained in {training_precision}, but {best.reason}")

@@ -17,11 +17,11 @@ from pretrain.model.positions import Rotation, rotate
 
 
 class RelativeProjection(NamedTuple):
-    """The projections of the distance embeddings: which terms exist, and weights if they differ from the tokens'."""
+    """The projections of the distance embeddings: which terms exist, and weights unless the tokens' are used."""
 
     terms: str  # as `ModelConfig.relative_terms`
     key: tuple[Tensor, Tensor | None] | None = None  # separate weight [H, H] and bias for keys
-    query: tuple[Tensor, Tensor | None] | None = None  # the same for queries
+    query: tuple[Tensor, Tensor | None] | None = None  # separate weight and bias for queries
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> RelativeProjection:

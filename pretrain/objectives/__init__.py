@@ -1,6 +1,6 @@
 """Pretraining objectives: each has a module that sets `OBJECTIVE` to its class. The config selects one.
 
-To add one to this package, add a module and a line in `REGISTRY`. For others, see docs/extend/add-an-objective.md.
+To add one here, add a module and a line in `REGISTRY`. To add one elsewhere, see docs/extend/add-an-objective.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Distillation: learning from a teacher's predictions and hidden states, in addition to masked language modeling.
 
-Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2. Shape letters: T tokens, S sequences, K masked tokens, H
-hidden width, V vocabulary.
+It follows Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2. Shape letters: T tokens, S sequences, K masked
+tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAY_DIFFER = (
     "init_std",
     "attention_init",
 )
-# Values of DistilBERT (transformers, research project distillation, README.md).
+# DistilBERT's values (from the README.md of transformers' research project distillation).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
-# Model settings whose value 0 means the value of another setting.
-_DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
+# Model settings whose value 0 means the value of another setting, by name.
+_DEFAULT_SETTINGS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
 class Distillation(MaskedTokens):
@@ -93,7 +93,7 @@ class Distillation(MaskedTokens):
 
     @property
     def _has_cosine_loss(self) -> bool:
-        """Return whether there is a cosine loss: if the widths are equal, or the teacher is not known yet."""
+        """Return whether there is a cosine loss, which requires equal widths; true if the teacher is unknown."""
         return self.frozen_config is None or self.frozen_config.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -137,12 +137,12 @@ class Distillation(MaskedTokens):
         teacher = self.frozen_config
         if teacher is None:
             return 0.0
-        rows = sum(lengths) if self._has_cosine_loss else masked
-        return (cost.encoder_flops(teacher, lengths, rows) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
+        queries = sum(lengths) if self._has_cosine_loss else masked
+        return (cost.encoder_flops(teacher, lengths, queries) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        needs_all = self._has_cosine_loss or self.config.pairs.has_classifier
-        return [tokens if needs_all else masked]
+        needs_all_tokens = self._has_cosine_loss or self.config.pairs.has_classifier
+        return [tokens if needs_all_tokens else masked]
 
 
 OBJECTIVE = Distillation
@@ -170,13 +170,13 @@ class DistillingModel(PretrainingModel):
     """The student, with a teacher that is neither a submodule nor part of checkpoints.
 
     Args:
-        arguments, options: the student's arguments of `PretrainingModel`.
+        arguments, options: arguments of `PretrainingModel` for the student.
         teacher: a model with the same vocabulary; it is not trained and runs without dropout.
     """
 
     def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
         super().__init__(*arguments, **options)
-        # A tuple hides the teacher from torch. Otherwise DeepSpeed would partition it, and `parameters` would list it.
+        # A tuple hides the teacher from torch; otherwise DeepSpeed would partition it, and `parameters` would list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
     @property
@@ -186,13 +186,13 @@ class DistillingModel(PretrainingModel):
     def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return losses and correct predictions of one micro-batch. Only the cosine loss uses all tokens."""
         rows_K, has_cosine = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
-        needs_all = has_cosine or self.heads.next_sentence
-        hidden = self.encode(batch) if needs_all else self.encode(batch, rows_K)
+        needs_all_tokens = has_cosine or self.heads.next_sentence
+        hidden = self.encode(batch) if needs_all_tokens else self.encode(batch, rows_K)
         with torch.no_grad():
-            targets = self.teacher.encode(batch) if has_cosine else self.teacher.encode(batch, rows_K)
-        soft_targets = self._soft_targets(targets.index_select(0, rows_K) if has_cosine else targets)
+            teacher_hidden = self.teacher.encode(batch) if has_cosine else self.teacher.encode(batch, rows_K)
+        soft_targets = self._soft_targets(teacher_hidden.index_select(0, rows_K) if has_cosine else teacher_hidden)
         prediction_loss, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
-            self.heads.transform(hidden.index_select(0, rows_K) if needs_all else hidden, self.fused),
+            self.heads.transform(hidden.index_select(0, rows_K) if needs_all_tokens else hidden, self.fused),
             self._decoder(),
             self.heads.decoder_bias,
             batch.masked_labels,
@@ -200,7 +200,9 @@ class DistillingModel(PretrainingModel):
             self.fused,
         )
         zero = mlm_loss.new_zeros(())
-        cosine_loss = (1 - F.cosine_similarity(hidden.float(), targets.float(), dim=-1)).sum() if has_cosine else zero
+        cosine_loss = zero
+        if has_cosine:
+            cosine_loss = (1 - F.cosine_similarity(hidden.float(), teacher_hidden.float(), dim=-1)).sum()
         nsp_loss, nsp_correct = self._pair_loss(hidden, batch) if self.heads.next_sentence else (zero, zero)
         return DistillationLosses(prediction_loss, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
 
@@ -264,7 +266,7 @@ def student_weights(
     Args:
         config: the config of the student's run.
         teacher: the model to start from.
-        shapes: the shapes of the student's parameters, by name; of these, heads that the teacher lacks get no weights.
+        shapes: the shapes of the student's parameters, by name; the result omits heads that the teacher lacks.
 
     Raises:
         InputError: the architectures or widths differ, or the teacher lacks a layer.
@@ -306,19 +308,19 @@ def _teacher_name(name: str, layers: Sequence[int]) -> str:
     return f"layers.{layers[int(index)]}.{parameter}" if int(index) < len(layers) else ""
 
 
-def _resolve(model: ModelConfig, name: str) -> Any:
-    """Return the value of a model setting; 0 is replaced by the setting in `_DEFAULTS`."""
-    return getattr(model, name) or getattr(model, _DEFAULTS.get(name, name))
+def _setting_value(model: ModelConfig, name: str) -> Any:
+    """Return the value of a model setting; 0 is replaced by the setting in `_DEFAULT_SETTINGS`."""
+    return getattr(model, name) or getattr(model, _DEFAULT_SETTINGS.get(name, name))
 
 
 def _check_same_architecture(config: PretrainConfig, teacher: FrozenModel) -> None:
     """Raise `InputError` for the first model setting that must equal the teacher's and does not."""
     for name in ModelConfig.model_fields:
-        student_value, value = (_resolve(model, name) for model in (config.model, teacher.model))
-        if name not in _MAY_DIFFER and student_value != value:
+        student_value, teacher_value = (_setting_value(model, name) for model in (config.model, teacher.model))
+        if name not in _MAY_DIFFER and student_value != teacher_value:
             raise InputError(
-                f"model.{name}: {student_value!r}, but the teacher ({teacher.folder}) has {value!r}, and the student "
-                "starts from its layers. Set the teacher's value, or distillation.initialize: false."
+                f"model.{name}: {student_value!r}, but the teacher ({teacher.folder}) has {teacher_value!r}, and the "
+                "student starts from its layers. Set the teacher's value, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
         raise InputError(

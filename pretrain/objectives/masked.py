@@ -64,12 +64,11 @@ class MaskedTokens(Objective):
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
         model, pairs = self.config.model, len(lengths) if self.config.pairs.has_classifier else 0
         (rows,) = self.last_rows(sum(lengths), len(lengths), masked)
-        heads = cost.head_flops(model, self.vocabulary, masked, pairs)
-        return cost.encoder_flops(model, lengths, rows) + heads
+        return cost.encoder_flops(model, lengths, rows) + cost.head_flops(model, self.vocabulary, masked, pairs)
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        pools_all = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
-        return [tokens if pools_all else masked + sequences]
+        needs_all_tokens = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
+        return [tokens if needs_all_tokens else masked + sequences]
 
     @property
     def exported(self) -> tuple[Exported, ...]:

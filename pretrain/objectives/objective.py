@@ -65,7 +65,7 @@ class Objective(ABC):
 
     Args:
         config: the run's config.
-        vocabulary_size: number of rows of the word embeddings; required for training and planning.
+        vocabulary_size: number of rows of the word embeddings; needed for training and planning.
         frozen_config: config of the frozen model, if the run has one and it is known; `build` sets it.
     """
 
@@ -84,7 +84,7 @@ class Objective(ABC):
     # ---- start of a run
 
     def check(self, read: ReadFrozen) -> None:
-        """Raise `InputError` if the objective's inputs do not fit the config, before anything is written."""
+        """Raise `InputError` if the objective's inputs do not fit the config. Called before anything is written."""
         return None
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Objective(ABC):
 
     @abstractmethod
     def parameters(self) -> list[tuple[str, int, str]]:
-        """Return (name, trained parameters, note) for each of `shapes`; shared parameters count only for the first."""
+        """Return (name, number of trained parameters, note) for each of `shapes`; the first includes shared ones."""
 
     @property
     def trained(self) -> int:
@@ -168,7 +168,7 @@ class Objective(ABC):
 
     @abstractmethod
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return the FLOPs as in `cost.flops`: without padding and recomputation, with the whole last layer."""
+        """Return the FLOPs that `cost.flops` counts: no padding or recomputation, but the whole last layer."""
 
     @abstractmethod
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:

@@ -1,8 +1,8 @@
 """Replaced-token detection (ELECTRA): a discriminator detects which tokens a small generator has replaced.
 
-Clark et al. 2020, "ELECTRA", section 2. The discriminator is the run's encoder; the generator, a masked language model,
-is a second model. The two share their embeddings, or the discriminator adds differences to the generator's (He et al.
-2021, DeBERTaV3, section 3.2).
+It follows Clark et al. 2020, "ELECTRA", section 2. The discriminator is the run's encoder; the generator, a masked
+language model, is a second model. They share their embeddings, or the discriminator adds differences to the
+generator's (He et al. 2021, DeBERTaV3, section 3.2).
 
 Shape letters: T tokens, K masked tokens, C masked tokens of a chunk, H hidden width, E embedding width, V vocabulary.
 """
@@ -30,13 +30,13 @@ from pretrain.model.parameters import Parameter, embedding_parameters, linear_pa
 from pretrain.objectives.masked import MLM_METRICS
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
-# Maximum logits per chunk; their cumulative sums, for sampling, take 32 MiB in fp64.
+# Maximum number of logits per chunk; their cumulative sums, for sampling, take 32 MiB in fp64.
 CHUNK_LOGITS = 1 << 22
 # XORed with token keys, so that the generator's dropout, the sampling and the discriminator's dropout are independent.
 _GENERATOR_SALT, _SAMPLING_SALT = 0x1B873593, 0x52DCE729
 
 _GENERATOR_PREFIX = "generator."  # prefix of the generator's parameters in a checkpoint
-_DIFFERENCE_TABLES = ("embeddings.word", "embeddings.position")  # may be stored as differences by the discriminator
+_DIFFERENCE_TABLES = ("embeddings.word", "embeddings.position")  # tables that may be stored as differences
 
 
 class ReplacedTokens(Objective):
@@ -67,20 +67,19 @@ class ReplacedTokens(Objective):
     @property
     def terms(self) -> tuple[Term, ...]:
         # The generator's loss is a mean over the masked tokens, the discriminator's over all tokens.
-        rtd = self.settings.rtd_weight
-        return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
+        return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", self.settings.rtd_weight, shown="rtd")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes
         embeddings_and_layers = sum(cost.parameter_count(model, self.vocabulary, False)[:2])
         discriminator = embeddings_and_layers + total(discriminator_parameters(model))
-        generator_only = cost.parameter_count(generator, self.vocabulary, False).total
+        generator_count = cost.parameter_count(generator, self.vocabulary, False).total
         if self.settings.embeddings == "shared":
-            tables = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
-            generator_only -= total(tables)
+            shared = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
+            generator_count -= total(shared)
         return [
             ("model", discriminator, "; the discriminator, which fine-tuning uses"),
-            ("generator", generator_only, "; without shared parameters"),
+            ("generator", generator_count, "; without shared parameters"),
         ]
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:

@@ -51,7 +51,7 @@ def dry_run(
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence in every phase; by default, the values of `measured`.
         measured: mean tokens per sequence of each phase on the prepared corpus; if empty, means are assumed.
-        readings: lines of text that say how often an epoch reads a token.
+        readings: lines of text on how often an epoch reads a token.
         show_config: whether to add the resolved config.
 
     Raises:
@@ -75,8 +75,8 @@ def dry_run(
         enabled, reason = choose_graphs(config, vocabulary_size, lengths, [cluster.name] * cluster.workers)
         config = with_graphs(config, enabled)
         graphs = f"\n  engine.cuda_graphs: {'on' if enabled else 'off'}; {reason}"
-    pairs, frozen_config = zip(config.phases, lengths, strict=True), read_frozen_config(config)
-    work = [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in pairs]
+    frozen_config, phases = read_frozen_config(config), zip(config.phases, lengths, strict=True)
+    work = [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in phases]
     parts = [
         f"Precision\n  {config.engine.precision}: {precision_reason}{graphs}",
         "Parameters\n" + _parameter_lines(config, vocabulary_size),
@@ -124,7 +124,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
 
         device, peak = measure_peak(config.engine.resolved_precision)
         name = f"this machine ({torch.cuda.get_device_name()})" if device == "cuda" else "this machine"
-        return Cluster(name, config.scheduling.workers, device, peak * _used_devices(config))
+        return Cluster(name, config.scheduling.workers, device, peak * _used_device_count(config))
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
     count = int(match[1] or 1) if match else 0
@@ -150,7 +150,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
     return device, matmul_peak(device, precision)
 
 
-def _used_devices(config: PretrainConfig) -> int:
+def _used_device_count(config: PretrainConfig) -> int:
     """Return the number of this machine's GPUs that the run uses, one per worker; 1 for CPUs, which workers share."""
     import torch
 
@@ -188,21 +188,19 @@ def _describe_layers(model: ModelConfig) -> str:
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
-    count = workers or config.scheduling.workers
+    engine, count = config.engine, workers or config.scheduling.workers
     columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
-    configured = config.engine.zero_stage
-    headers = [f"ZeRO {stage}{'*' if stage == configured else ''}" for stage in range(4)]
+    headers = [f"ZeRO {stage}{'*' if stage == engine.zero_stage else ''}" for stage in range(4)]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     rows.append(("total", [sum(column.values()) for column in columns]))
     lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in headers)]
     for name, values in rows:
         if any(values):
             lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
-    engine = config.engine
-    assumed = " (assumed)" if config.scheduling.address and not workers else ""
+    note = " (assumed)" if config.scheduling.address and not workers else ""
     kind = "GPU worker" if device == "cuda" else "CPU worker"
     lines.append(
-        f"  * configured. {counted(count, kind)}{assumed}, {engine.precision}, "
+        f"  * configured. {counted(count, kind)}{note}, {engine.precision}, "
         f"{engine.micro_batch_tokens:,} tokens per micro-batch"
         + (", activations recomputed" if engine.activation_checkpointing else "")
         + (", compiled" if engine.compiled else "")
@@ -260,9 +258,9 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     return "\n".join(lines)
 
 
-def _phase_table(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
-    """Yield the lines of a table with a column per phase and further `columns`; `rows` may lack the last cells."""
-    table = {title: [*(f"phase {number}" for number in range(phases)), *columns], **rows}
+def _phase_table(title: str, rows: Mapping[str, Sequence[str]], phase_count: int, *columns: str) -> Iterator[str]:
+    """Yield the lines of a table with a column per phase and further `columns`; rows may lack the last cells."""
+    table = {title: [*(f"phase {index}" for index in range(phase_count)), *columns], **rows}
     name_width, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
         yield f"  {name:<{name_width}}" + "".join(f"  {cell:>{width}}" for cell in cells)
@@ -280,9 +278,9 @@ def _time_lines(config: PretrainConfig, work: list[Work], vocabulary_size: int, 
         return _roofline_lines(work, times, cluster)
     rate = cluster.peak_flops * ASSUMED_MFU[cluster.device]
     lines = [
-        f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
+        f"  phase {index}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
         f"{w.tokens / (w.flops / rate):,.0f} tokens/s"
-        for number, w in enumerate(work)
+        for index, w in enumerate(work)
     ]
     lines.append(
         f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming an MFU of "
@@ -298,11 +296,11 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     rows["limit"] = [f"{1e3 * step.limit:.2f}" for step in times]
     rows["limited by"] = [step.limited_by for step in times]
     rows["expected"] = [f"{1e3 * step.expected:.2f}" for step in times]
-    pairs = [(w, w.steps * step.limit) for w, step in zip(work, times, strict=True)]
-    rows["maximum sequences/s"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
-    rows["maximum tokens/s"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
-    rows["maximum MFU"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
-    minimum = sum(seconds for _, seconds in pairs)
+    phases = [(w, w.steps * step.limit) for w, step in zip(work, times, strict=True)]
+    rows["maximum sequences/s"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in phases]
+    rows["maximum tokens/s"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in phases]
+    rows["maximum MFU"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in phases]
+    minimum = sum(seconds for _, seconds in phases)
     expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
         *_phase_table("minimum ms per step", rows, len(work)),

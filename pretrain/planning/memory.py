@@ -11,15 +11,15 @@ from pretrain.planning.work import read_frozen_config, vocabulary_rows
 Device = Literal["cpu", "cuda"]
 
 # With ZeRO 0, DeepSpeed 0.19.8 reduces gradients in flattened copies of at most this many entries (runtime/engine.py,
-# MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are defined in training/engine/buckets.py, and the number that
-# is sent simultaneously in gradient_sums.py.
+# MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are defined in training/engine/buckets.py, and their number in
+# flight in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-BUCKET, MAX_IN_FLIGHT = 10_000_000, 8  # entries of a bucket; maximum buckets sent simultaneously
+BUCKET, MAX_IN_FLIGHT = 10_000_000, 8  # entries of a bucket; maximum number of buckets sent simultaneously
 # ZeRO 3 keeps gathered weights up to this number (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
-_COMPILER_BYTES = 200 << 20  # added by torch.compile
+_COMPILER_BYTES = 200 << 20  # memory added by torch.compile
 
 
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
@@ -34,7 +34,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     gradients     gradient sums, from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   tensors saved for the backward pass of one micro-batch, and the working space of one layer
     logits        logits of the masked tokens and their gradient; like activations, twice with CUDA graphs
-    (a role)      the frozen model, by its role: its weights, and the working space of its forward pass
+    (a role)      the frozen model, such as `teacher`: its weights, and the working space of its forward pass
     copies        gradients in communication, and DeepSpeed's copies in a step
     checkpoint    the copy that is written in the background (CPU only; with CUDA it is in host memory)
     process       the Python interpreter and its libraries (CPU only)
@@ -51,8 +51,8 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     extra_state = _extra_state_bytes(config, parameters)
     states["optimizer"] += extra_state // (workers if stage else 1)
     if device == "cuda":
-        later = max(after_backward - during_backward, embedding_gradients)  # reuses memory of activations and logits
-        copies = during_backward + max(0, later - activations - logits)
+        late_copies = max(after_backward - during_backward, embedding_gradients)  # reuse freed activations and logits
+        copies = during_backward + max(0, late_copies - activations - logits)
         if config.engine.cuda_graphs is True:  # recordings keep their memory, and launched passes cannot use it
             activations, logits = 2 * activations, 2 * logits
     else:
@@ -109,8 +109,8 @@ def _zero_states(stage: int, is_half: bool, parameters: int, workers: int) -> tu
     bucket = itemsize * entries
     if stage < 3:
         # Pieces that are being sent, and this worker's part of each, which is being received.
-        sent = itemsize * min(parameters, MAX_IN_FLIGHT * BUCKET)
-        in_flight = sent + sent // workers if workers > 1 else 0
+        sent_bytes = itemsize * min(parameters, MAX_IN_FLIGHT * BUCKET)
+        in_flight = sent_bytes + sent_bytes // workers if workers > 1 else 0
         states = {"weights": weights, "optimizer": 12 * parameters // workers, "gradients": 4 * parameters}
         if stage == 1 or workers == 1:
             return states, in_flight, 0
@@ -127,7 +127,7 @@ def _zero_states(stage: int, is_half: bool, parameters: int, workers: int) -> tu
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Return the tokens of a worker's largest possible micro-batch: the budget, or its share of a batch if less."""
+    """Return the number of tokens of a worker's largest micro-batch: the budget, or its share of a batch if less."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 

@@ -1,4 +1,4 @@
-"""Fits a schedule to a time budget on this machine: times a few training steps, then scales the number of steps."""
+"""Fits a schedule to a time budget on this machine: times some training steps, then scales the number of steps."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, phase_work, read_frozen_config, vocabulary_rows
 
-_TRAINING_SHARE = 0.95  # assumed share of the run's time in training steps; in the demo, all else takes 2 to 3 %
+_TRAINING_SHARE = 0.95  # assumed share of a run's time that training steps take; in the demo, the rest takes 2 to 3 %
 _TIMED_SECONDS = 15  # approximate total duration of the timed steps
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
 _UNTIMED_STEPS = 2  # number of steps at the start that are not timed, because they are slower
-_TOLERANCE = 1.1  # the expected duration is printed if it exceeds the budget by more than this factor
+_TOLERANCE = 1.1  # factor by which the expected duration must exceed the budget to be printed
 _STEP_SETTINGS = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase that are numbers of steps
-_PERIODIC_SECTIONS = ("checkpoint", "evaluation")  # config sections that have every_steps
+_PERIODIC_SECTIONS = ("checkpoint", "evaluation")  # config sections with a setting `every_steps`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     if config.scheduling.address or torchrun_rank():
         raise InputError("--minutes: times steps only on this machine; do not use scheduling.address or torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
-    pace = measure(config, lengths)
+    pace = measure_pace(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
     expected = pace.minutes(work_of_phases(fitted, lengths))
     # The run may take longer, since every phase has at least one step.
@@ -72,7 +72,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     return fitted
 
 
-def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
+def measure_pace(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
     """Time a few steps of the first phase, in a temporary run with the same workers; `lengths` as in `fit`.
 
     Raises `MachineError` with the last line of this run's output if it fails.
@@ -88,7 +88,7 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
 
 
 def work_of_phases(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
-    """Return the FLOPs, tokens and sequences of each phase; `lengths` as in `fit`."""
+    """Return the work of each phase; `lengths` as in `fit`."""
     vocabulary_size, frozen_config = vocabulary_rows(config), read_frozen_config(config)
     phases = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
     return [phase_work(config, phase, vocabulary_size, length, frozen_config) for phase, length in phases]
@@ -127,13 +127,13 @@ def with_recorded_schedule(config: PretrainConfig) -> PretrainConfig:
 
 
 def _with_schedule(
-    config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int], keep_at: Sequence[int]
+    config: PretrainConfig, phases: list[dict[str, int]], periods: dict[str, int], keep_at: Sequence[int]
 ) -> PretrainConfig:
     values: dict[str, Any] = config.model_dump()
     values["checkpoint"]["keep_at"] = tuple(keep_at)
     for phase, schedule in zip(values["phases"], phases, strict=True):
         phase.update(schedule)
-    for name, steps in every_steps.items():
+    for name, steps in periods.items():
         values[name]["every_steps"] = steps
     return PretrainConfig.model_validate(values)
 

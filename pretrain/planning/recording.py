@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pretrain.config import PretrainConfig
 from pretrain.objectives import make_objective
 from pretrain.planning.memory import memory_bytes
-from pretrain.planning.roofline import gpu_of, step_times
+from pretrain.planning.roofline import find_gpu, step_times
 from pretrain.planning.work import phase_work
 
 
@@ -24,17 +24,18 @@ def choose_graphs(
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
-    unknown = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
-    precision = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
-    deepspeed = "engine.deepspeed is set" if config.engine.deepspeed else ""
-    if obstacle := config.graph_obstacle or precision or deepspeed or "".join(unknown[:1]):
+    unknown_gpus = [f"the dry run does not know {name}" for name in gpus if find_gpu(name) is None]
+    precision_note = "" if config.engine.precision == "bf16" else f"recording needs bf16, not {config.engine.precision}"
+    deepspeed_note = "engine.deepspeed is set" if config.engine.deepspeed else ""
+    if obstacle := config.graph_obstacle or precision_note or deepspeed_note or "".join(unknown_gpus[:1]):
         return False, obstacle
-    needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
-    if (total := sum(needed.values())) > memory:
+    bytes_by_use = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
+    if (total := sum(bytes_by_use.values())) > memory:
         return False, f"CUDA graphs would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f} GB"
-    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary_size, lengths, gpus) for on in (False, True))
-    times = f"a step is expected to take {launched:,.1f} ms without CUDA graphs and {recorded:,.1f} ms with them"
-    return recorded < launched, times
+    variants = (with_graphs(config, enabled) for enabled in (False, True))
+    launched_ms, recorded_ms = (_expected_ms(variant, vocabulary_size, lengths, gpus) for variant in variants)
+    times = f"a step is expected to take {launched_ms:,.1f} ms without CUDA graphs and {recorded_ms:,.1f} ms with them"
+    return recorded_ms < launched_ms, times
 
 
 def with_graphs(config: PretrainConfig, enabled: bool) -> PretrainConfig:
@@ -46,7 +47,7 @@ def _expected_ms(
     config: PretrainConfig, vocabulary_size: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
     """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
-    slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
+    slowest = min((gpu for name in gpus if (gpu := find_gpu(name))), key=lambda gpu: gpu.peak_flops)
     objective, total = make_objective(config, vocabulary_size), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):
         work = phase_work(config, phase, vocabulary_size, length)

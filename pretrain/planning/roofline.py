@@ -61,28 +61,28 @@ _MEMORY_SHARE = 0.9  # share of the memory rate that kernels reach: a copy on an
 # Length at which attention reaches half of `attention_share`: the tiles of flash attention have 64 to 128 rows. In Dao
 # 2023, the rate at length 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
-# Values that kernels between the products read and write, per value that a compiled layer keeps for its backward pass.
+# Number of values that kernels between the products read and write, per value that a compiled layer saves for backward.
 # Counted per token for BERT's layer of width H: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H,
-# bias gradients 9 H; together 43 H, and 11 H are kept.
+# bias gradients 9 H; together 43 H, and 11 H are saved.
 _TRAFFIC = 4
-_LOGITS_TRAFFIC = 3  # accesses to each logit: the loss reads it, and its gradient is written and read
+_LOGITS_TRAFFIC = 3  # memory accesses per logit: the loss reads it, and its gradient is written and read
 _OPTIMIZER_BYTES = 30  # bytes per parameter: AdamW in fp32 reads 16 and writes 12, and writes a bf16 weight of 2
 _SUM_BYTES = 10  # bytes read and written per entry of a bf16 gradient that is added to an fp32 sum
-# The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
+# The host's time per layer of a micro-batch, forward and backward, and per step for everything else: fitted to
 # steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). With recorded passes,
 # only the time per step remains.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
 _UNCOMPILED_SECONDS = 75 * 6e-6  # added time per uncompiled layer: 75 more kernels (733 instead of 434 in 4 layers)
 _FILLER_FACTOR = 1.02  # tokens of recorded passes, including filler, per token of text (docs/decisions/0129-*)
-# Kernels in a round of Muon, for matrices of one shape (five iterations of three products, and copies), and entries of
-# a round per worker (tests/launches.py).
+# Number of kernels in a round of Muon, for matrices of one shape (five iterations of three products, and copies), and
+# number of entries per round and worker (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
 MUON_LAUNCH_SECONDS = 20e-6  # host time per kernel: 14 us of Python (on a Zen 4), and the launch
 _NETWORK_SHARE = 0.8  # share of the link rate that nccl-tests reaches (stas00/ml-engineering, network)
 # Assumed duration of a small collective, within one machine and between machines.
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# Measured on one core of an EPYC (Zen 5): (maximum ranks, seconds to plan a step; `bench scale`); seconds per token.
+# Loader: (maximum number of ranks, seconds to plan a step), and seconds per token; measured on an EPYC (Zen 5) core.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 
@@ -119,7 +119,7 @@ class StepTimes:
 
     @property
     def limited_by(self) -> str:
-        """The name of the longest part; if the device is the limit, of the longest part of its work."""
+        """The name of the longest activity or, if that is the device, of the longest part of its work."""
         overlapped = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
         if getattr(self, overlapped) == self.limit:
             return overlapped
@@ -130,7 +130,7 @@ class StepTimes:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def gpu_of(name: str) -> Gpu | None:
+def find_gpu(name: str) -> Gpu | None:
     """Return the entry of `GPUS` for a name that the driver reports, or None if the GPU is unknown."""
     for key, gpu in GPUS.items():
         words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
@@ -175,9 +175,9 @@ def _step_bytes(objective: Objective, batch: MeanBatch, work: Work, workers: int
 
 def _all_models_factor(objective: Objective, work: Work) -> float:
     """Return the FLOPs of all models of the objective, divided by the FLOPs of masked language modeling."""
-    masked = MaskedTokens(objective.config, objective.vocabulary)
-    executed, baseline = (one.executed_flops([work.mean_length], work.masked) for one in (objective, masked))
-    return executed / baseline
+    baseline = MaskedTokens(objective.config, objective.vocabulary)
+    flops, baseline_flops = (o.executed_flops([work.mean_length], work.masked) for o in (objective, baseline))
+    return flops / baseline_flops
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class MeanBatch:
     """A rank's micro-batches in an average step, which are all alike."""
 
     micro_batches: int  # number of micro-batches
-    length: float  # mean tokens per sequence
-    sequences: float  # sequences per micro-batch
-    masked: float  # tokens to predict per micro-batch
+    length: float  # mean number of tokens per sequence
+    sequences: float  # number of sequences per micro-batch
+    masked: float  # number of tokens to predict per micro-batch
 
     @property
     def tokens(self) -> float:
@@ -195,7 +195,7 @@ class MeanBatch:
 
     @property
     def last_rows(self) -> float:
-        """Query positions in the last layer."""
+        """Number of query positions in the last layer."""
         return min(self.tokens, self.masked + self.sequences)
 
     @classmethod
@@ -208,7 +208,7 @@ class MeanBatch:
 
 
 def _product_seconds(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch, gpu: Gpu, itemsize: int) -> float:
-    """Return the time of the matrix products of a micro-batch, forward and backward."""
+    """Return the seconds that the matrix products of a micro-batch take, forward and backward."""
     recomputes = config.engine.activation_checkpointing
 
     def seconds(rows: float, outputs: int, inputs: int) -> float:
@@ -217,8 +217,8 @@ def _product_seconds(config: PretrainConfig, vocabulary_size: int, batch: MeanBa
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / flop_rate, itemsize * values / byte_rate)
 
     # The backward pass has two products of the same size, for the gradients of the input and of the weight.
-    layers = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
-    return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary_size, batch))
+    layer_seconds = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
+    return layer_seconds + sum(3 * seconds(*product) for product in head_products(config, vocabulary_size, batch))
 
 
 def layer_products(config: PretrainConfig, batch: MeanBatch) -> Iterator[tuple[float, int, int]]:
@@ -245,13 +245,13 @@ def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
 
 
 def _attention_seconds(config: PretrainConfig, batch: MeanBatch, gpu: Gpu) -> float:
-    """Return the time of attention, forward and backward; the backward pass recomputes the scores."""
+    """Return the seconds of a micro-batch's attention, forward and backward; the backward pass recomputes scores."""
     model, total = config.model, 0.0
     for depth in range(model.depth):
         window = model.window(depth % model.layers)
-        visible = min(batch.length, 2 * window + 1) if window else batch.length
-        rate = gpu.attention_share * gpu.peak_flops * visible / (visible + _ATTENTION_LENGTH)
-        total += 14 * model.hidden * batch.tokens * visible / rate
+        visible_keys = min(batch.length, 2 * window + 1) if window else batch.length
+        rate = gpu.attention_share * gpu.peak_flops * visible_keys / (visible_keys + _ATTENTION_LENGTH)
+        total += 14 * model.hidden * batch.tokens * visible_keys / rate
     return total
 
 
@@ -266,20 +266,20 @@ def _memory_bytes(config: PretrainConfig, vocabulary_size: int, batch: MeanBatch
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """Return the host's time for a step."""
+    """Return the host's seconds for a step."""
     models = make_objective(config).shapes
     seconds_per_layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
-    layers = micro_batches * sum(model.depth for model in models) * seconds_per_layer
-    muon = 0.0
+    layer_seconds = micro_batches * sum(model.depth for model in models) * seconds_per_layer
+    muon_seconds = 0.0
     if config.optimizer.name == "muon":
         shapes = Counter(matrix.shape for model in models for matrix in cost.hidden_matrices(model))
         rounds = (math.ceil(count * math.prod(shape) / (MUON_ENTRIES * workers)) for shape, count in shapes.items())
-        muon = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
-    return (0 if config.engine.cuda_graphs is True else layers) + REST_SECONDS * len(models) + muon
+        muon_seconds = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
+    return (0 if config.engine.cuda_graphs is True else layer_seconds) + REST_SECONDS * len(models) + muon_seconds
 
 
 def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
-    """Return the time of a step's collectives for `model_bytes` of parameters (Rajbhandari et al. 2020, section 7).
+    """Return the seconds of a step's collectives for `model_bytes` of parameters (Rajbhandari et al. 2020, section 7).
 
     A ring over several machines crosses each boundary once for all GPUs of a machine, so it can use all of the
     machine's network cards.
@@ -288,7 +288,7 @@ def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: 
         return 0.0
     stage = config.engine.zero_stage
     sent_bytes = model_bytes * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
-    crosses_machines = workers > GPUS_PER_MACHINE  # more than one machine
+    crosses_machines = workers > GPUS_PER_MACHINE
     rate = min(gpu.link_rate, GPUS_PER_MACHINE * gpu.network_rate) if crosses_machines else gpu.link_rate
     collectives = sent_bytes / 2 / BUCKET
     transfer_seconds = sent_bytes * (workers - 1) / workers / (_NETWORK_SHARE * rate)
@@ -296,5 +296,5 @@ def _network_seconds(config: PretrainConfig, model_bytes: float, micro_batches: 
 
 
 def _loader_seconds(batch: MeanBatch, workers: int) -> float:
-    planning = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
-    return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches
+    planning_seconds = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
+    return planning_seconds + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

@@ -26,41 +26,41 @@ from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
 
-# Sequences sampled per phase. If lengths vary as much as in a mixture of questions and books, the standard error of the
-# mean is 0.5 %.
+# Number of sequences sampled per phase. If lengths vary as much as in a mixture of questions and books, the standard
+# error of the mean is 0.5 %.
 _SAMPLED_SEQUENCES = 16384
 _SPANS = 8  # number of spans of consecutive sequences that are sampled
 
 
 @dataclass(frozen=True)
-class PhaseText:
+class PhaseStatistics:
     """Statistics of the sequences of one phase."""
 
     mean_length: float  # mean tokens per sequence
     samples_per_epoch: float
 
 
-def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
+def measured_phases(config: PretrainConfig) -> tuple[PhaseStatistics, ...]:
     """Return the statistics of each phase, measured on the prepared corpus or taken from a streamed corpus's card.
 
     Returns () if there is neither. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return ()
-    if not _has_copy(config, manifest):
+    if not _has_full_copy(config, manifest):
         _check_weights(config, manifest)
         means = {reading.sequence_length: reading.mean_length for reading in _card_readings(config)}
         if any(phase.sequence_length not in means for phase in config.phases):
             return ()
         tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
         phase_means = [means[phase.sequence_length] for phase in config.phases]
-        return tuple(PhaseText(mean, tokens / mean) for mean in phase_means)
+        return tuple(PhaseStatistics(mean, tokens / mean) for mean in phase_means)
     samplers = phase_samplers(_training_shards(config), config, seed=config.seed)
     return tuple(_measure_phase(*pair) for pair in zip(config.phases, samplers, strict=True))
 
 
 def mean_lengths(config: PretrainConfig) -> list[float]:
-    """Return the mean sequence length of each phase in tokens; [] and errors are as for `measured_phases`."""
+    """Return the mean sequence length of each phase in tokens, [] if unknown. Raises as `measured_phases` does."""
     return [phase.mean_length for phase in measured_phases(config)]
 
 
@@ -71,7 +71,7 @@ def reading_lines(config: PretrainConfig) -> list[str]:
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return []
-    if not _has_copy(config, manifest):
+    if not _has_full_copy(config, manifest):
         readings = _card_readings(config)
         return [*(reading.line for reading in readings), *_expected_phase_lines(config, manifest, readings)]
     shards = _training_shards(config)
@@ -119,18 +119,20 @@ def _expected_phase_lines(
     for shard in shards:
         tokens[shard.source] += len(shard.tokens)
     for index, phase in enumerate(config.phases):
-        samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), epochs_read
+        samples = tokens / means.get(phase.sequence_length, expected_length(phase))
+        samples_read = list(epochs_read * samples)
         counts = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0 if a source is held out
         try:
-            mix = plan_mix(replace(corpus, shards=shards), phase, counts, list(before * samples), f"phases.{index}")
+            mix = plan_mix(replace(corpus, shards=shards), phase, counts, samples_read, f"phases.{index}")
         except InputError as error:  # not raised: mean lengths give only an estimate
             yield f"phases.{index}: with these mean lengths, the run would be rejected: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
-        epochs_read = before + shares * phase.sequences / np.maximum(samples, 1)
-        columns = zip(shares.tolist(), (epochs_read - before).tolist(), epochs_read.tolist(), mix.capped, strict=True)
-        by_source = zip(corpus.sources, columns, strict=True)
-        lines = (SourceReading(source["name"], *values).line for source, values in by_source if values[0])
+        epochs = shares * phase.sequences / np.maximum(samples, 1)
+        epochs_read = epochs_read + epochs
+        columns = zip(shares.tolist(), epochs.tolist(), epochs_read.tolist(), mix.capped, strict=True)
+        rows = zip(corpus.sources, columns, strict=True)
+        lines = (SourceReading(source["name"], *values).line for source, values in rows if values[0])
         if len(corpus.sources) > 1:
             yield f"phases.{index}: about {'; '.join(lines)}"
         if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:index]):
@@ -138,8 +140,8 @@ def _expected_phase_lines(
             yield f"phases.{index}: another sequence_length skips the rest of a source's current window, {limit}."
 
 
-def _has_copy(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
-    """Return whether this machine has a full copy of the corpus with this manifest; the original may have changed."""
+def _has_full_copy(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
+    """Return whether this machine has a full copy of the corpus that this manifest describes, not of an older one."""
     folder = config.corpus.folder
     return (folder / MANIFEST).exists() and read_manifest(folder)["shards"] == manifest["shards"]
 
@@ -179,10 +181,10 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
     return with_replay(shards, open_shards(local_path(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
-def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
+def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseStatistics:
     # Consecutive sequences are planned together, so sample evenly spaced spans of sequences.
     count = min(phase.sequences, _SAMPLED_SEQUENCES)
     spans = min(_SPANS, count)
     starts = np.arange(spans) * max(0, phase.sequences - count // spans) // max(1, spans - 1)
     lengths = [sampler.plan(start + np.arange(count // spans)).lengths for start in starts.tolist()]
-    return PhaseText(float(np.concatenate(lengths).mean()), sampler.samples_per_epoch)
+    return PhaseStatistics(float(np.concatenate(lengths).mean()), sampler.samples_per_epoch)

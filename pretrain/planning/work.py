@@ -38,8 +38,8 @@ class Work:
     steps: int
     sequences: int
     tokens: float
-    mean_length: float  # mean tokens per sequence
-    masked: float  # mean tokens to predict per sequence
+    mean_length: float  # mean number of tokens per sequence
+    masked: float  # mean number of tokens to predict per sequence
     flops: float  # useful FLOPs
     executed: float  # executed FLOPs, including the optimizer's
 
@@ -53,16 +53,15 @@ def phase_work(
 ) -> Work:
     """Return the sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(phase), phase.sequence_length)
-    index = next(i for i, candidate in enumerate(config.phases) if candidate is phase)
-    share = sum(config.masking_shares(index)) / 2  # mean of the shares of the first and the last step
+    phase_index = next(index for index, other in enumerate(config.phases) if other is phase)
+    share = sum(config.masking_shares(phase_index)) / 2  # mean of the shares of the first and the last step
     limit = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, limit)
-    sequences = phase.sequences
     objective = make_objective(config, vocabulary_size, frozen_config)
     flop_functions = (objective.useful_flops, objective.executed_flops)
-    useful, executed = (sequences * flops([mean], masked) for flops in flop_functions)
+    useful, executed = (phase.sequences * flops([mean], masked) for flops in flop_functions)
     executed += phase.steps * optimizer_flops(config)
-    return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed)
+    return Work(phase.steps, phase.sequences, phase.sequences * mean, mean, masked, useful, executed)
 
 
 def read_frozen_config(config: PretrainConfig) -> ModelConfig | None:
@@ -84,7 +83,7 @@ def vocabulary_rows(config: PretrainConfig) -> int:
 
 
 def _vocabulary_entries(config: PretrainConfig) -> int:
-    """Return the size of the prepared corpus's vocabulary or, if none, of the vocabulary file or as configured."""
+    """Return the vocabulary size: the prepared corpus's, else the vocabulary file's, else the configured one."""
     manifest = prepared_manifest(config.corpus)
     if manifest:
         return int(manifest["vocabulary_size"])

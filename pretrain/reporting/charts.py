@@ -17,8 +17,8 @@ Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MAX_POINTS, _MIN_POINTS = 300, 60  # maximum points per curve in a chart of few curves, and of many; more are averaged
-_MAX_CHART_POINTS = 2400  # maximum points per chart, but each curve may have at least _MIN_POINTS
+_MAX_POINTS, _MIN_POINTS = 300, 60  # maximum number of points per curve in a chart of few curves, and of many
+_MAX_CHART_POINTS = 2400  # maximum number of points per chart, but each curve may have _MIN_POINTS
 _LETTER_WIDTH = 6.5  # average width of a letter in axis labels
 _FEW_POINTS = 40  # a curve with at most this many points is not smoothed, and shows each point as a dot
 
@@ -167,7 +167,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def _downsample(points: Points, max_points: int) -> tuple[Points, Points]:
-    """Cut the curve into at most `max_points` intervals; return (their minima and maxima, which show spikes; means)."""
+    """Cut a curve into at most `max_points` intervals; return (their minima and maxima, to show spikes; the means)."""
     length = math.ceil(len(points) / max_points)
     if length < 2:
         return points, points

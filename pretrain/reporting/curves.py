@@ -10,8 +10,8 @@ from pretrain.reporting.charts import Formatter, Points, Series, line_chart
 from pretrain.reporting.panels import GENERAL_TEXT_PREFIX, Panel, Unit, panels_for
 from pretrain.reporting.runs import RunRecords
 
-_MAX_RANKS = 8  # maximum number of ranks that all have curves; of more ranks, show the slowest, median and fastest
-_NUM_COLORS = 8  # further curves use the same colors, but are dashed or dotted
+_MAX_RANKS = 8  # maximum number of ranks that are all shown; of more, only the slowest, median and fastest are
+_NUM_COLORS = 8  # number of colors; further curves use the same colors, but are dashed or dotted
 
 Charts = dict[str, list[tuple[str, str]]]  # {section: [(title, <figure>)]}
 
@@ -44,11 +44,11 @@ def draw_charts(runs: Sequence[RunRecords]) -> Charts:
     marks = [*_phase_marks(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
     for panel in panels_for(record for run in runs for record in run.records):
-        pairs = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
+        plots = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
         format_y = _FORMATTERS.get(panel.unit, _format_value)
         values = [record[name] for run in runs for record in run.records for name in panel.metrics if name in record]
         omitted = f" ({values.count(None):,} not finite)" if None in values else ""
-        for title, series in pairs:
+        for title, series in plots:
             unit = panel.unit if panel.unit in ("nats", "s", "steps") else ""
             chart = line_chart(
                 (f"{title}, {unit}" if unit else title) + omitted,
@@ -66,8 +66,8 @@ def draw_charts(runs: Sequence[RunRecords]) -> Charts:
 def _single_run_series(panel: Panel, run: RunRecords) -> list[Series]:
     if panel.kind == "ranks":
         return [curve for metric in panel.metrics for curve in _rank_series(run, metric)]
-    metric, *others = panel.metrics
-    if others or "/" in metric:
+    metric, *other_metrics = panel.metrics
+    if other_metrics or "/" in metric:
         return [Series(_readable(name), _points(run.records, name), _style(n)) for n, name in enumerate(panel.metrics)]
     return [
         Series("training", _points(run.training, metric), "train", smooth=True),
@@ -92,7 +92,7 @@ def _multi_run_series(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tupl
 
 
 def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:
-    """Return {(dataset, metric): runs of the chart}. Only charts of scores are separate for each dataset."""
+    """Return {(dataset, metric): runs in the chart}; the dataset is "" unless the panel shows scores."""
     if panel.kind == "ranks":
         return {}
     if panel.kind != "scores":
@@ -105,16 +105,16 @@ def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], l
 
 
 def _rank_series(run: RunRecords, metric: str) -> list[Series]:
-    lists = [(record["step"], record[metric]) for record in run.training if isinstance(record.get(metric), list)]
-    num_ranks = max((len(values) for _, values in lists), default=0)
+    rows = [(record["step"], record[metric]) for record in run.training if isinstance(record.get(metric), list)]
+    num_ranks = max((len(values) for _, values in rows), default=0)
     names = [f"rank {rank}" for rank in range(num_ranks)]
     if num_ranks > _MAX_RANKS:
         names = [f"{name} of {num_ranks}" for name in ("slowest", "median", "fastest")]
-        ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in lists if values]
-        lists = [(step, [values[-1], values[len(values) // 2], values[0]]) for step, values in ordered]
+        ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in rows if values]
+        rows = [(step, [values[-1], values[len(values) // 2], values[0]]) for step, values in ordered]
     return [
         Series(
-            name, [(step, values[n]) for step, values in lists if n < len(values) and values[n] is not None], _style(n)
+            name, [(step, values[n]) for step, values in rows if n < len(values) and values[n] is not None], _style(n)
         )
         for n, name in enumerate(names)
     ]
@@ -133,7 +133,7 @@ def _phase_marks(run: RunRecords) -> Iterator[tuple[float, str, str]]:
 
 
 def _readable(metric: str) -> str:
-    """Return a metric's name for a legend: wiki for source_loss/wiki, evaluation for evaluation_seconds."""
+    """Return a metric's name for a legend, such as wiki for source_loss/wiki, or evaluation for evaluation_seconds."""
     return metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 

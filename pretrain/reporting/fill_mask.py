@@ -64,7 +64,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         entries = [vocabulary[token] for token in tokens]
-        indices = maskable_words(entry_strings(entries, spell) if spell else list(map(with_space, entries)))
+        indices = maskable_words(entry_strings(entries, spell) if spell else list(map(spell_wordpiece, entries)))
         if indices and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -124,7 +124,7 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
         yield tuple(int(token) for token in shard.tokens[start:end])
 
 
-def with_space(entry: str) -> str:
+def spell_wordpiece(entry: str) -> str:
     """Spell an entry of a WordPiece vocabulary as `entry_strings` does: a whole word starts with a space."""
     return entry[2:] if entry.startswith("##") else f" {entry}"
 

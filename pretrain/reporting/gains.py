@@ -22,16 +22,16 @@ class Gain:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """The strings (name, before, after, change)."""
+        """The cells of a table row: name, before, after, change."""
         change = self.after - self.before
-        text = f"{change:+.3f} ({change / self.before:+.1%})" if self.before else ""
-        return f"{self.name}, {self.unit}", f"{self.before:.3f}", f"{self.after:.3f}", text
+        change_text = f"{change:+.3f} ({change / self.before:+.1%})" if self.before else ""
+        return f"{self.name}, {self.unit}", f"{self.before:.3f}", f"{self.after:.3f}", change_text
 
 
 def gains(run_dir: Path) -> list[Gain]:
     """Return the changes from an evaluation before the first step to the last one; [] if there is no such evaluation.
 
-    Raises `InputError` if its records are damaged.
+    Raises `InputError` if the run's records are damaged.
     """
     evaluations = [record for record in read_records(run_dir) if record.get("split") == "validation"]
     changes = []

@@ -71,7 +71,7 @@ _NOT_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds",
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
-    """Yield the `panels` for which `records` have data; the metrics of `scores` panels come from the records."""
+    """Yield the `panels` for which `records` have data, with metrics from the records for `scores` and prefixes."""
     key_sets = dict.fromkeys(map(tuple, records))  # distinct sets of fields; only a few
     fields = dict.fromkeys(key for keys in key_sets for key in keys)
     not_scores = {metric for panel in panels() for metric in panel.metrics} | _NOT_SCORES

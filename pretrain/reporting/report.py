@@ -28,7 +28,7 @@ from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
 from pretrain.reporting.tables import Table, comparison_table, describe_state, event_table, glue_table, run_table
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
-from pretrain.tracking.live import phases_of, work_until
+from pretrain.tracking.live import phases_of, training_work
 
 NUM_SENTENCES, NUM_SHOWN = 100, 10  # number of sentences to mask and predict; number of them to show on the page
 FINETUNED = "finetuned.json"  # results of the demo's fine-tunings, in its run folder
@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
     Args:
         folders: run folders, or folders that contain several run folders.
         out: the HTML file.
-        watched: let the browser reload the page every 10 s until all runs are over.
+        watched: let the browser reload the page every 10 s until all runs have ended.
 
     Raises:
         InputError: a folder has no run, none of its runs has a record, or a file is damaged.
@@ -119,7 +119,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
     tiles = list(_score_tiles(run))
     if rates := run.values("tokens_per_second"):
         notes = {"mfu": "{:.0%} MFU", "data_stall_fraction": "data stall {:.1%}"}
-        medians = [note.format(statistics.median(x)) for name, note in notes.items() if (x := run.values(name))]
+        medians = [note.format(statistics.median(v)) for name, note in notes.items() if (v := run.values(name))]
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", ", ".join(["median", *medians])))
     if tokens := run.values("tokens"):
         tiles.append(("tokens trained on", abbreviate(tokens[-1]), f"in {run.step:,} steps"))
@@ -150,7 +150,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords) -> Iterator[str]:
     if run.total_steps and run.state == UNFINISHED and run.step:
         phases = phases_of(run.config)
-        done, total = work_until(phases, run.step), work_until(phases, run.total_steps)
+        done, total = training_work(phases, run.step), training_work(phases, run.total_steps)
         yield f"{clock(_seconds(run) / done * (total - done))} left at this speed"
 
 
@@ -172,7 +172,7 @@ def _pretraining_config(runs: Sequence[RunRecords]) -> PretrainConfig | None:
 
 
 def _pretraining_values(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
-    """Return the values of report.html.j2 that only a single pretraining has."""
+    """Return the values for report.html.j2 that only the report of a single pretraining has."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
@@ -216,6 +216,6 @@ def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
 
 def _success_phrase(fillings: Sequence[Filling]) -> str:
     """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
-    first = sum(filling.rank == 1 for filling in fillings)
-    among = sum(filling.rank <= len(filling.guesses) for filling in fillings)
-    return f"the first guess in {first} and among the guesses in {among} of {counted(len(fillings), 'sentence')}"
+    num_first = sum(filling.rank == 1 for filling in fillings)
+    num_top = sum(filling.rank <= len(filling.guesses) for filling in fillings)
+    return f"the first guess in {num_first} and among the guesses in {num_top} of {counted(len(fillings), 'sentence')}"

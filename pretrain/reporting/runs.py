@@ -23,7 +23,7 @@ FindJobFolder = Callable[..., "Path | None"]  # signature of `cluster.jobs.clien
 UNFINISHED = "not finished"
 _END_STATES = {"stop": "stopped", "diverged": "diverged"}  # {event that ended a run: state of the run}
 
-_MAX_DEPTH = 3  # levels of subfolders that are searched for run folders; glue/TASK/seed-N is at level 3
+_MAX_DEPTH = 3  # number of folder levels searched for runs; in the folder that contains glue/, TASK/seed-N is level 3
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _read_run(folder: Path) -> RunRecords:
 
 
 def _without_undone(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop records undone by a rollback, whose steps occur again later."""
+    """Drop records that a rollback has undone: their steps occur again later."""
     remaining: list[dict[str, Any]] = []
     for record in records:
         if not isinstance(record.get("step"), int):
@@ -188,7 +188,7 @@ def _without_undone(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the run's config; {} without one. Only the phases' fields that every report uses are checked."""
+    """Read the run's config; {} if it has none. Checks only the phases' fields that every report uses."""
     if not path.exists():
         return {}
     config = read_values(path)

@@ -13,7 +13,7 @@ RANDOM = "random weights"
 _DATA_SETTINGS = ("glue", "dataset", "train")
 # Settings that do not affect the result: identity, placement, speed and precision.
 _IGNORED_SETTINGS = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
-_IGNORED_SETTINGS += ("start_from", "random_weights")  # these are `Subject.initial`
+_IGNORED_SETTINGS += ("start_from", "random_weights")  # these determine `Subject.initial`
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pretrain.reporting.subjects import Subject, differing_settings, initial_che
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 
-_MAX_SCORES = 5  # number of scores shown next to a fine-tuning's main metric
+_MAX_SCORES = 5  # maximum number of scores shown next to a fine-tuning's main metric
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header, and the cells of each row
 
@@ -29,10 +29,10 @@ def run_table(runs: Sequence[RunRecords]) -> Table:
         cells += ["" if record.get(name) is None else metric.text(record[name]) for name, metric in metrics.items()]
         cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
         rows.append(cells)
-    head: Sequence[str] = ["run", "state", "scores", *(x.title for x in metrics.values()), "tokens/s", "training time"]
-    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
-    shown_head, *shown_rows = zip(*columns, strict=True)
-    return shown_head, shown_rows
+    header: list[str] = ["run", "state", "scores", *(m.title for m in metrics.values()), "tokens/s", "training time"]
+    columns = [column for column in zip(header, *rows, strict=True) if any(column[1:])]
+    shown_header, *shown_rows = zip(*columns, strict=True)
+    return shown_header, shown_rows
 
 
 def _format_score(score: Score) -> str:
@@ -83,10 +83,10 @@ def comparison_table(runs: Sequence[RunRecords]) -> Table:
         settings = dict(subject.settings)
         label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing_names if name in settings)])
         rows.setdefault((label, metric, split), {})[subject.initial] = values
-    head = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
+    header = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in scores.values()):
-        return head, []
-    return head, [[*key, *(_format_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
+        return header, []
+    return header, [[*key, *(_format_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:

@@ -91,7 +91,7 @@ def _tracking(run: RunRecords) -> dict[str, str]:
 
 
 def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
-    """Return the settings by which W&B groups fine-tunings, so that it averages only over seeds; [] for one group."""
+    """Return the settings by which W&B groups fine-tunings, so that it averages only over seeds; [] without groups."""
     from wandb_workspaces import expr
 
     subjects = list(dict.fromkeys(run.subject for run in runs if run.subject))
@@ -150,7 +150,7 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _wandb_metrics(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """Return the W&B names of the panel's metrics, except metrics that are indices of ranks."""
+    """Return the W&B names of the panel's metrics, except metrics whose values are indices of ranks."""
     names: dict[str, None] = {}
     for metric in (*panel.metrics, *(GENERAL_TEXT_PREFIX + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):

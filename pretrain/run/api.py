@@ -116,7 +116,7 @@ def export(
         averaged: export the mean of the weights of the run's last steps (phases.N.averaged_share).
         average: other runs of the same model, such as forks of `run`; the mean of the weights of all runs is exported.
 
-    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or of another run.
+    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or from another run.
     """
     from pretrain.checkpoint import hf
     from pretrain.storage.runs import StoredRun
@@ -125,8 +125,8 @@ def export(
     run_address, out = display_path(path), local_path(target)
     if checkpoint and is_remote(run_address):
         stored = StoredRun(run_address, path)
-        stored.download_checkpoints(stored.names())
-    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(other) for other in average])
+        stored.download_checkpoints(stored.checkpoint_names())
+    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, other_runs=[run_path(run) for run in average])
     if is_remote(target):
         for model in make_objective(config_of(path)).exported:
             store_target(f"{target}{model.suffix}")
@@ -178,7 +178,7 @@ def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
-    """Return the config with as many steps as this machine can do in `minutes`; a resumed run keeps its number."""
+    """Return the config with as many steps as this machine can do in `minutes`; a resumed run keeps its steps."""
     from pretrain.planning import pace
     from pretrain.planning.text import mean_lengths
 
@@ -197,7 +197,7 @@ def _describe_lengths(config: PretrainConfig) -> Iterator[str]:
     """Describe the mean sequence length of each phase, which determines the cost of a step."""
     from pretrain.planning.text import measured_phases
 
-    # Text that is too short for the phases is prepared anyway; a training run would refuse it.
+    # Text that is too short for the phases is prepared anyway; training on it raises the error.
     with contextlib.suppress(InputError):
         for index, text in enumerate(measured_phases(config)):
             longest = config.phases[index].sequence_length
@@ -225,7 +225,7 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
 
         check_start_corpus(config)
     preflight.check_corpus(config)
-    if (objective := make_objective(config)).frozen_role:  # it reads a frozen model, such as a teacher
+    if (objective := make_objective(config)).frozen_role:  # the objective uses a frozen model, such as a teacher
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)

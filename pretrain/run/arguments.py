@@ -1,4 +1,4 @@
-"""Command-line arguments that name a run to read or a target to write: paths, or addresses (object store URLs)."""
+"""Command-line arguments that name a run to read or a target to write: a path, or an address (object store URL)."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from pretrain.common.commands import location_help, run_argument
 
 
 def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
-    """Add the positional argument `name`, a folder or address; `content` says in the help what is there."""
+    """Add the positional argument `name`, a folder or address; `content` tells in the help what it contains."""
     parser.add_argument(name, type=run_path, metavar=name.upper(), help=location_help(content))
 
 

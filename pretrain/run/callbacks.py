@@ -1,9 +1,9 @@
 """The user's callbacks: functions and objects that are called during a run with copies of its records.
 
-A function is called with the name of a hook and a record; of an object, the method named like the hook is called with
-the record. The setting `callbacks` names functions, and classes that are instantiated with the options in their
-entries. `train` also accepts functions and objects, which are pickled for other processes. A callback runs on rank 0
-or, if its attribute `every_rank` is true, on every rank.
+A function is called with the name of a hook and a record. An object has methods with the names of hooks, which are
+called with the record. The setting `callbacks` names functions, and classes that are instantiated with the options in
+their entries. `train` also accepts functions and objects, which are pickled for other processes. A callback runs on
+rank 0 or, if its attribute `every_rank` is true, on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import import_modules, load_custom
 from pretrain.common.records import make_event
-from pretrain.config.run import callback_options
+from pretrain.config.run import parse_callback
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class KIND:
 
     @staticmethod
     def check(callback: Any, name: str) -> None:
-        """Raise `InputError` unless `callback` is a function (hook, record), or has a method named like a hook."""
+        """Raise `InputError` unless `callback` is a function (hook, record) or has a method with the name of a hook."""
         if _has_hooks(callback):
             return
         try:
@@ -50,7 +50,7 @@ class KIND:
 
 def check_options(entries: Sequence[Any]) -> None:
     """Raise `InputError` if the class of a callback does not accept the options of its entry."""
-    for index, (name, _, options) in enumerate(map(callback_options, entries)):
+    for index, (name, _, options) in enumerate(map(parse_callback, entries)):
         callback: Any = load_custom(name)
         if not isinstance(callback, type) and options:
             raise InputError(f"callbacks.{index}: {name}: only a class accepts options. Remove them, or use a class.")
@@ -72,7 +72,7 @@ def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, 
 
 
 def _pickle(callback: Any) -> str:
-    """Return the module to import first, "" if none, and the pickled callback in base64, separated by a space."""
+    """Return "MODULE DATA": the module to import first ("" for none), and the pickled callback in base64."""
     import cloudpickle
 
     function = callback
@@ -81,7 +81,7 @@ def _pickle(callback: Any) -> str:
     module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
-    else:  # workers import the module, too; it may be in the program's folder
+    else:  # workers must be able to import the module, which may be in the program's folder
         import_modules([module], Path(sys.path[0]))
     try:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
@@ -93,7 +93,7 @@ def _pickle(callback: Any) -> str:
 
 
 def _unpickle(serialized: str) -> Any:
-    """Restore the argument of `_pickle`. The string comes from the launcher of this run, never from a file."""
+    """Restore a callback that `_pickle` serialized in the launcher of this run; the string never comes from a file."""
     module, data = serialized.split(" ")
     if module:
         load_custom(module)
@@ -108,7 +108,7 @@ class Callbacks:
         objects: the result of `serialize_callbacks`.
         rank: rank of this worker.
         log: function that records an event.
-        call_context: function that returns a context manager around a call, such as the watchdog's `awaiting`.
+        call_context: function that returns a context manager for a call, such as the watchdog's `awaiting`.
 
     Attributes:
         stop_reason: why the run must save a checkpoint and stop; "" if it may continue.
@@ -124,7 +124,7 @@ class Callbacks:
     ) -> None:
         self._log, self._call_context, self._rank, self.stop_reason = log, call_context, rank, ""
         self._reported_indices: set[int] = set()
-        parsed = map(callback_options, entries)
+        parsed = map(parse_callback, entries)
         targets = [(name, stop_on_error, load_custom(name), options) for name, stop_on_error, options in parsed]
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
         targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
@@ -135,7 +135,7 @@ class Callbacks:
         ]
 
     def call(self, hook: str, record: Mapping[str, Any]) -> None:
-        """Call each callback with a copy of the record. Its first error is recorded; `on_error: stop` stops the run."""
+        """Call each callback with a copy of the record, and record its first error; `on_error: stop` stops the run."""
         for index, (name, stop_on_error, function) in enumerate(self._callbacks):
             try:
                 with self._call_context():
@@ -160,7 +160,7 @@ class Callbacks:
 
 
 def _to_function(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
-    """Convert a function, class or object to a function (hook, record)."""
+    """Return the callback `target`, a function, class or object, as a function (hook, record)."""
     try:
         instance = target(**options) if isinstance(target, type) else target
     except Exception as error:

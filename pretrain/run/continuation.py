@@ -64,23 +64,23 @@ class Corpora:
         return cls(domain, training, held_out, open_shards(general, "validation"))
 
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of each corpus, by the setting that names it."""
-        replayed = None if self.training is self.domain else self.training
+        """Return {setting: fingerprint of the corpus that it names}."""
+        mixed = None if self.training is self.domain else self.training
         shards_by_setting = {
             "corpus.dir": self.domain,
-            "adaptation.replay_share": replayed,
+            "adaptation.replay_share": mixed,
             "adaptation.replay_corpus": self.general_held_out,
         }
         return {name: shards.fingerprint for name, shards in shards_by_setting.items() if shards is not None}
 
 
 class Continuation:
-    """Initial weights and learning rates from the checkpoint `start_from`, which the run's own checkpoints then name.
+    """Initial weights and learning rates from the checkpoint `start_from`; the run's own checkpoints record its name.
 
     Args:
         config: config of the run.
         corpora: corpora of the run.
-        parameters: the model's parameters as a new run initializes them, by name.
+        parameters: the model's parameters by name, with their random initial values.
 
     Attributes:
         lr_scales: learning-rate factor of each parameter, for `scaled_groups`.
@@ -89,10 +89,10 @@ class Continuation:
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, parameters: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
-        self._initialized = dict(parameters) if config.start_from else {}
+        self._initial_values = dict(parameters) if config.start_from else {}
         self.lr_scales = lr_scales(parameters, config.adaptation, config.model.layers)
         self._old_rows_scale = self.lr_scales[_WORD_EMBEDDINGS]
-        # The word embeddings have old and added rows, so one param group's learning rate cannot suit them all.
+        # With added words, one learning rate cannot suit old and added rows: `_scale_old_rows` scales the old ones.
         if config.corpus.vocabulary.added_words:
             self.lr_scales[_WORD_EMBEDDINGS] = 1.0
         self.identity: dict[str, Any] = {
@@ -102,14 +102,14 @@ class Continuation:
         }
 
     def initialize(self, engine: Engine) -> None:
-        """Load the initial checkpoint into `engine`; weights that it lacks are initialized. All ranks read it."""
+        """Load the initial checkpoint, which all ranks read; weights that it lacks keep their random initial values."""
         if not self._config.start_from:
             return
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._initialized.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._initial_values.items()}
         start = read_start(self._config, shapes, self._corpora.domain)
         check_same_data({"start_from": start.fingerprint})
-        engine.load(InitialWeights({**self._initialized, **start.state}))
-        self._initialized = {}
+        engine.load(InitialWeights({**self._initial_values, **start.state}))
+        self._initial_values = {}
         self.identity["start"] = {
             "folder": self._config.start_from,
             "fingerprint": start.fingerprint,
@@ -132,13 +132,13 @@ class Continuation:
 
     def resume(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Restore `identity` and the rates from a checkpoint's `state`. `start_from` is not read again."""
-        self._initialized = {}
+        self._initial_values = {}
         if "start" in state:
             self.identity["start"] = state["start"]
             self._scale_old_rows(engine)
 
     def _scale_old_rows(self, engine: Engine) -> None:
-        """Scale the updates of the word embeddings that the initial checkpoint had."""
+        """Scale the updates of the word embeddings' rows that come from the initial checkpoint."""
         rows, hidden_size = engine.shapes[_WORD_EMBEDDINGS]
         if self._old_rows_scale != self.lr_scales[_WORD_EMBEDDINGS]:
             old_rows = min(rows, int(self.identity["start"]["old_entries"]))

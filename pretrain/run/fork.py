@@ -30,7 +30,7 @@ from pretrain.tracking.mirror import new_id
 def start_fork(config: PretrainConfig) -> bool:
     """Copy the checkpoint `fork_from` into the run's folder, unless the folder already has checkpoints.
 
-    The records of earlier steps are copied, too. On the same file system, the checkpoint is hard-linked, not copied.
+    The records of the steps up to it are copied, too. On the same file system, the checkpoint is hard-linked.
     Returns whether the run starts from this checkpoint.
 
     Raises:
@@ -42,10 +42,10 @@ def start_fork(config: PretrainConfig) -> bool:
     run, step = _parse_fork_from(config)
     with locked_run(config.folder):
         names = checkpoint_names(config.folder)
-        if names or (config.address and StoredRun(config.address, config.folder).names()):
+        if names or (config.address and StoredRun(config.address, config.folder).checkpoint_names()):
             fork = read_fork(config.folder)
             is_same_fork = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same_fork and names == [_checkpoint_name(step)]  # forked earlier, but no step yet
+            return is_same_fork and names == [_checkpoint_name(step)]  # an earlier start forked, but saved no step
         _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -76,15 +76,15 @@ def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
 
     run, step = _parse_fork_from(config)
     folder = find_run(local_run(run))
-    names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
+    names = StoredRun(run, folder).checkpoint_names() if is_remote(run) else checkpoint_names(folder)
     name = _checkpoint_name(step)
     if name not in names:
-        steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
-        if not steps:
+        nearest = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
+        if not nearest:
             raise InputError(f"fork_from: {run} has no checkpoint. Check the name, or wait until the run writes one.")
-        nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
+        advice = f"the nearest are {' and '.join(map(str, sorted(nearest)))}. Use one of these"
         raise InputError(
-            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. Use one of these; to keep the "
+            f"fork_from: {run} has no checkpoint of step {step}; {advice}; to keep the "
             "checkpoint of another step, list it in that run's checkpoint.keep_at."
         )
     if step >= config.total_steps:
@@ -133,7 +133,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # W&B id, stored here so that it stays the same if the first start is repeated
+        "id": new_id(config),  # W&B id, stored so that a repeated first start has the same one
         "run": _run_location(_parse_fork_from(config)[0], parent),
         "name": parent_config["name"],
         "step": step,
@@ -145,7 +145,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
         ],
     }
     write_json(folder / FORK_FILE, fork)
-    if (parent / START_FILE).is_file():  # origin of the parent's initial weights; exports need it
+    if (parent / START_FILE).is_file():  # the origin of the parent's initial weights, which exports need
         shutil.copyfile(parent / START_FILE, folder / START_FILE)
     final = folder / "checkpoints" / checkpoint.name
     temporary = final.with_name(f".{final.name}.tmp")

@@ -29,19 +29,19 @@ class ForwardBackward:
     ) -> None:
         """Prepare the passes for `task`, a `TrainingTask` or an objective.
 
-        `timer` is a context manager around what a rank does without waiting for others: the forward pass, or a whole
-        CUDA graph.
+        `timer` returns a context manager that times what a rank does without waiting for others: the forward pass, or
+        a whole CUDA graph.
         """
         self._engine, self._task, self._timer = engine, task, timer
 
     def run(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
-        """Accumulate a micro-batch's gradients and return its totals. `last`: whether it is the step's last one."""
+        """Accumulate a micro-batch's gradients and return its totals. `last`: whether it is the last of the step."""
         if not self._engine.uses_cuda_graphs:
             return self.run_without_graph(micro_batch, weights, last=last)
         return self._engine.graphed_pass(micro_batch, weights, self._loss_and_totals, last=last, timer=self._timer)
 
     def run_without_graph(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
-        """Do the same as `run`, without a CUDA graph."""
+        """Do the same as `run`, always without a CUDA graph."""
         with self._timer():
             output = self._engine.forward(micro_batch)
         self._engine.backward(self._task.loss(output, weights), last=last)

@@ -32,15 +32,15 @@ class RunKind(Generic[R]):
     """The parts of starting a run that differ between pretraining and fine-tuning."""
 
     target: str  # "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`
-    # Called before anything is written, with the config and whether this process trains. Returns the number of training
-    # steps, or None if the run is already finished.
+    # Called before anything is written, with the config and whether this process itself trains. Returns the number of
+    # training steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
-    find_changed: Callable[[R, R, int], list[str]]  # returns changed settings; see `preflight.checked_run_folder`
-    metrics: Mapping[str, Metric]  # fields of the training records, for the progress line
+    find_changed: Callable[[R, R, int], list[str]]  # see `preflight.checked_run_folder`
+    metrics: Mapping[str, Metric]  # metrics in the training records, for the progress line
     # Returns a context manager around the training; on exit it may wait, if the training has finished.
     training_context: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
+    callbacks: tuple[Any, ...] = ()  # callbacks (functions and objects) in addition to the config's
 
 
 def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
@@ -115,7 +115,7 @@ def trains_in_process(workers: int, no_ray: bool) -> bool:
 
 
 def is_follower() -> bool:
-    """Return whether torchrun started this process, and it is not the first one."""
+    """Return whether torchrun started this process, and this is not its first process."""
     ranks = torchrun_rank()
     return ranks is not None and ranks[0] > 0
 
@@ -145,7 +145,7 @@ def _uses_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
 
 
 def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
-    """Raise `MachineError` if a package that the run needs is not installed; print a line if W&B is left out."""
+    """Raise `MachineError` if a package that the run needs is not installed; print a line if W&B is not installed."""
     needs_wandb = config.tracking.wandb in ("online", "offline")
     expect("training", "deepspeed", *(["ray"] if in_ray else []), *(["wandb"] if needs_wandb else []))
     if config.tracking.wandb == "auto" and not is_installed("wandb"):
@@ -162,15 +162,15 @@ def _recording_end(folder: Path) -> Iterator[None]:
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
             records.append_end_event(folder, event, str(error), int(_latest_checkpoint(folder).removeprefix("step-")))
-        except (RunError, OSError) as reason:  # job scripts need the exit code of the original error
-            print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
+        except (RunError, OSError) as write_error:  # job scripts need the exit code of the original error
+            print(f"warning: the end of the run is not recorded: {write_error}", file=sys.stderr)
         raise error from None
 
 
 def _stopped_error(folder: Path, cause: BaseException | None = None) -> StoppedError:
-    """Return the error for a stopped run: `cause` if it is a `StoppedError`, naming the latest checkpoint.
+    """Return the error for a stopped run, which names the latest checkpoint; a `NothingSavedError` if no step is saved.
 
-    Returns a `NothingSavedError` if no step is saved.
+    If `cause` is a `StoppedError`, its message is kept.
     """
     error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN_STEPS}")
     latest = _latest_checkpoint(folder)

@@ -36,7 +36,7 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # time limit of an evaluation, of a save without retries and of a rollback
+LONG_SECONDS = 1800.0  # time limit of an evaluation, of a save without its retries, and of a rollback
 STOP_SECONDS = 5.0  # how long a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # consecutive steps with a loss or gradient that is not finite, before the run rolls back
@@ -57,13 +57,13 @@ def fit(
     Raises:
         StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Before it stops,
             training continues to a step with finite loss and gradients.
-        DivergedError: steps without a finite loss or gradient, or loss spikes, after the maximum number of rollbacks.
+        DivergedError: the loss or gradient was not finite, or the loss spiked, after the maximum number of rollbacks.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     training = Fit(engine, task, plan, progress, **options)
     try:
         if plan.evaluate_first:
-            # The initial weights may remain the best ones in fine-tuning; continued pretraining does not keep them.
+            # In fine-tuning, the initial weights may remain the best; continued pretraining does not keep them.
             training.evaluate(update_best=plan.keep_best)
             if plan.keep_best and training.validation:
                 training.save()
@@ -72,7 +72,7 @@ def fit(
     finally:
         with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
-        training.callbacks.call_for_each("checkpoint", training.saver.written)
+        training.callbacks.call_for_each("checkpoint", training.saver.unreported)
     training.saver.wait()
     training.log_storage_trouble()
     if engine.averaged_steps:
@@ -127,7 +127,7 @@ class Fit(Generic[S]):
         self.forward_backward = ForwardBackward(engine, task, self.stragglers.timed_forward)
         self.skip_counter = SkipCounter()
         self.stalled_before = task.stalled_seconds()
-        self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
+        self.learning_rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
         self.validation: dict[str, Any] = {}  # the last evaluation, as `pretrain.storage.runs.rank` expects it
         self.save_due = False  # whether a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
@@ -167,7 +167,7 @@ class Fit(Generic[S]):
                 is_best = plan.keep_best and not progress.evaluations_without_gain
             stopping = stopping or stop
             self.save_due = self.save_due or due.save or stop or save
-            # If this were saved, resuming from bad weights would fail forever.
+            # If bad weights were saved, every resume would start from them and fail again.
             if last and progress.bad_in_a_row:
                 return self._bad_steps_failure(progress.step)
             if last or is_best or (self.save_due and not progress.bad_in_a_row):
@@ -194,11 +194,11 @@ class Fit(Generic[S]):
         Several ranks must first agree on the stop, unless there is nothing to save.
         """
         decides_alone = self.engine.world_size == 1 or not self.any_launched
-        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # before it can save
-        return self.interrupts.after(STOP_SECONDS if decides_alone and not needs_good_step else math.inf)
+        cannot_save = self.progress.bad_in_a_row and self.progress.step > self.saved_step
+        return self.interrupts.after(STOP_SECONDS if decides_alone and not cannot_save else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's remaining steps. Waiting for one is not a hang: a new phase first opens its data."""
+        """Yield the task's remaining steps. A long wait for a step is not a hang: a new phase first opens its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         validation_set = None
         while True:
@@ -216,29 +216,29 @@ class Fit(Generic[S]):
     def outcomes(self, stop_requested: Callable[[], bool]) -> Iterator[StepOutcome]:
         """Take the remaining steps, and yield the outcome of each.
 
-        On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host. A
-        failure is noticed then, and the rollback drops the launched step. If something is due after a step, or a stop
-        was requested, the outcome is read immediately, so that progress and weights are of the same step.
+        On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host; the
+        rollback after a failure also drops the launched step. If something is due after a step, or a stop was
+        requested, the outcome is read immediately, so that progress and weights are of the same step.
         """
-        stop, save, unread = False, False, None
+        stop, save, unread_step = False, False, None
         try:
             for index, step in enumerate(self.steps(), self.progress.step):
                 with self.engine.watch.awaiting(_STORAGE):
                     requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
                 launched = self.launch_step(index, step, requested)
-                if unread is not None:
-                    previous = self.read_step(unread)
+                if unread_step is not None:
+                    previous = self.read_step(unread_step)
                     stop, save = stop or previous.stop, previous.save
                     yield StepOutcome(stop=False, failure=previous.failure)
-                unread = launched
+                unread_step = launched
                 due = self.save_due or save or any(self.plan.due(index + 1)) or self.plan.averaged_steps(index) > 0
                 if stop or due or not reads_late(self.engine):
                     outcome = self.read_step(launched)
                     yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
-                    save, unread = False, None
+                    save, unread_step = False, None
         except Interrupted:
             # The weights already include the unread step. If it failed, the last checkpoint is used.
-            if unread is not None and self.read_step(unread).failure is None:
+            if unread_step is not None and self.read_step(unread_step).failure is None:
                 yield StepOutcome(stop=True, failure=None)
             raise
 
@@ -249,11 +249,11 @@ class Fit(Generic[S]):
         flops, weights = 0.0, task.loss_weights(step)
         with self.interruptible():  # the passes may be compiled
             for position, micro_batch in enumerate(step.micro_batches):
-                added = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
-                totals = added if totals is None else totals + added
+                partial = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+                totals = partial if totals is None else totals + partial
                 flops += task.flops(micro_batch)
         assert totals is not None
-        rate = self.plan.learning_rate(index)
+        learning_rate = self.plan.learning_rate(index)
         stalled = task.stalled_seconds()
         waited, self.stalled_before = stalled - self.stalled_before, stalled
         flags = stop_requested, self.save_is_due(), self.saver.failed
@@ -261,22 +261,22 @@ class Fit(Generic[S]):
         self.stragglers.waited += waited
         # Summed before the step is launched: later the sum would queue behind the step's gathers.
         sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
-        result = engine.step(rate, self.plan.weight_decay(index))
-        numbers = torch.cat([sums, result.norm.to(sums).view(1)])
+        result = engine.step(learning_rate, self.plan.weight_decay(index))
+        results = torch.cat([sums, result.norm.to(sums).view(1)])
         self.any_launched = True
-        return LaunchedStep(index, step, rate, task.validation_set(), to_host(numbers))
+        return LaunchedStep(index, step, learning_rate, task.validation_set(), to_host(results))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
         """Wait for the results of a launched step, and add them to the progress."""
         engine, progress, step = self.engine, self.progress, launched.step
-        *sums, stop, save, failed, flops, stalled, norm = launched.numbers.wait().tolist()
+        *sums, stop, save, failed, flops, stalled, norm = launched.results.wait().tolist()
         if failed:
             self.saver.wait()  # raises the error on every rank
         applied = math.isfinite(norm)
         averaged = self.plan.averaged_steps(launched.index)
         if applied or averaged <= 1:  # a skipped step also stops the averaging of the previous phase
             engine.average(averaged if applied else 0)
-        self.rate, self.epoch = launched.rate, step.epoch
+        self.learning_rate, self.epoch = launched.learning_rate, step.epoch
         self._enter_phase(launched.validation_set)
         failure = self._add_step(step, norm if applied else math.inf, sums)
         progress.window.flops += flops
@@ -284,7 +284,7 @@ class Fit(Generic[S]):
         return StepOutcome(stop > 0, failure, save > 0)
 
     def _add_step(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
-        """Add a step to the progress; returns the failure that it causes, if any.
+        """Add a step to the progress. Returns the failure that the step causes, if any.
 
         Args:
             step: the step to add.
@@ -328,10 +328,10 @@ class Fit(Generic[S]):
 
     def call_step_end(self, logged: dict[str, Any] | None) -> None:
         """Call the callbacks with the last step and its `logged` record, if any, then with new checkpoints."""
-        numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
+        values = {"loss": self.loss, "lr": self.learning_rate, "grad_norm": self.norm, "logged": logged}
         counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
-        self.callbacks.call("step_end", {**counts, "epoch": self.epoch, **numbers})
-        self.callbacks.call_for_each("checkpoint", self.saver.written)
+        self.callbacks.call("step_end", {**counts, "epoch": self.epoch, **values})
+        self.callbacks.call_for_each("checkpoint", self.saver.unreported)
 
     def log(self) -> dict[str, Any]:
         """Record the metrics of the steps since the last record; returns the new record."""
@@ -345,7 +345,7 @@ class Fit(Generic[S]):
             "samples": progress.samples,
             "tokens": progress.tokens,
             **(means or {"loss": math.nan}),
-            "lr": self.rate,
+            "lr": self.learning_rate,
             "grad_norm": self.norm,
             "tokens_per_second": window.tokens / seconds,
             "mfu": window.flops / seconds / self.plan.peak_flops,
@@ -382,7 +382,7 @@ class Fit(Generic[S]):
         return means
 
     def evaluate_average(self) -> None:
-        """Load the averaged weights of the last checkpoint into the engine, which keeps them, and evaluate them."""
+        """Load the averaged weights of the last checkpoint into the engine for good, and evaluate them."""
         engine, step = self.engine, self.progress.step
         checkpoint = self.checkpoints / store.name_of(step)
         with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(checkpoint, averaged=True) as reader:
@@ -390,13 +390,13 @@ class Fit(Generic[S]):
         means = self._evaluate()
         if not means:
             return
-        value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
-        comparison = f" ({last:.4f} without averaging)" if last is not None else ""
-        message = f"the averaged weights of the last {engine.averaged_steps} steps have a held-out loss of {value:.4f}"
+        loss, unaveraged = self.task.to_minimize(means), self.validation.get("validation_loss")
+        comparison = f" ({unaveraged:.4f} without averaging)" if unaveraged is not None else ""
+        message = f"the averaged weights of the last {engine.averaged_steps} steps have a held-out loss of {loss:.4f}"
         self.recorder.log(make_event("average", f"{message}{comparison}", step=step, **means))
 
     def update_best(self, means: dict[str, float]) -> None:
-        """Compare an evaluation with the best so far."""
+        """Compare an evaluation with the best one so far, and keep the better one in the progress."""
         progress, value = self.progress, self.task.to_minimize(means)
         self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
         score = evaluation_key(self.validation)
@@ -415,7 +415,7 @@ class Fit(Generic[S]):
             **self.extra_state,
             "validation_loss": None,
             **(self.validation if is_evaluated else {}),
-            # Preferred to the task's, since the loader may have opened the next phase.
+            # The task's validation set may already be the next phase's, whose data the loader has opened.
             "validation_set": self.progress.part or self.task.validation_set(),
             "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
@@ -432,7 +432,7 @@ class Fit(Generic[S]):
         return self.engine.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap saves and waits for them, during which retries take at most twice `SAVE_RETRY_SECONDS`."""
+        """Wrap saves and waits for them; their retries may take twice `SAVE_RETRY_SECONDS`."""
         return self.engine.watch.allow(LONG_SECONDS + 2 * SAVE_RETRY_SECONDS)
 
     def wait_for_save(self) -> None:
@@ -441,7 +441,7 @@ class Fit(Generic[S]):
             self.saver.wait()
 
     def log_storage_trouble(self) -> None:
-        """Record that a save had to wait for the storage, which looked like a hang meanwhile."""
+        """Record that a save had to wait for the storage. Until then, the run seemed to hang."""
         if self.saver.trouble:
             message, self.saver.trouble = self.saver.trouble, ""
             self.recorder.log(make_event("storage", message, step=self.progress.step))

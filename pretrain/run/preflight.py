@@ -38,14 +38,14 @@ def check_corpus(config: PretrainConfig) -> None:
 
     folder = fetch_corpus(config.corpus)
     shards = open_corpus(config.corpus, "train", needs_tokens=False)
-    entries = shards.vocabulary_size
+    num_entries = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
-    prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
-    if missing := [name for name in weights if name not in prepared]:
+    old_weights = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
+    if missing := [name for name in weights if name not in old_weights]:
         raise InputError(f"{folder}: has no source {missing[0]}. Run `prepare` again; it adds sources to the corpus.")
-    if weights != prepared:
+    if weights != old_weights:
         raise InputError(
-            f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
+            f"{folder}: was prepared with source weights {old_weights}, but the config has {weights}. "
             "Run `prepare` again; it keeps the tokens and updates the weights."
         )
     for index, phase in enumerate(config.phases):
@@ -61,15 +61,15 @@ def check_corpus(config: PretrainConfig) -> None:
     vocabulary = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the vocabulary that was used."
     # A small corpus yields fewer entries than the config allows, never more.
-    if not vocabulary.path and entries > vocabulary.size:
-        raise InputError(f"{folder}: has {entries} vocabulary entries; the config has {vocabulary.size}. {advice}")
-    if 0 < config.model.vocabulary_rows < entries:
+    if not vocabulary.path and num_entries > vocabulary.size:
+        raise InputError(f"{folder}: has {num_entries} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    if 0 < config.model.vocabulary_rows < num_entries:
         raise InputError(
-            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {entries} "
+            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {num_entries} "
             "entries. Set at least as many, or 0."
         )
     if vocabulary.path and Path(vocabulary.path).expanduser().exists():
-        _check_entries(folder, config.corpus, advice)
+        _check_vocabulary(folder, config.corpus, advice)
     _check_case(folder, vocabulary, advice)
 
 
@@ -87,10 +87,10 @@ def recorded_config(config: R) -> R | None:
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
-def config_of_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+def config_of_checkpoint(config_type: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
     """Return the config in a checkpoint's state. Raises `InputError` if another version of bertrain wrote it."""
     try:
-        return kind.model_validate(state["config"])
+        return config_type.model_validate(state["config"])
     except ValidationError:
         raise InputError(version_mismatch(checkpoint, "Train again.")) from None
 
@@ -102,17 +102,17 @@ def checked_run_folder(
     """Lock the run folder, and check W&B's names and the folder's checkpoints, which must match this config.
 
     Args:
-        config: the run.
+        config: config of the run.
         old_config: the `recorded_config` of a run that resumes; None for a new run.
-        resume: continue from the latest checkpoint, if there is one.
+        resume: whether to continue from the latest checkpoint, if there is one.
         find_changed: (old config, new config, steps done) -> the changed settings that a resumed run must not change.
 
-    Yields the config; for a resume, with the precision that an earlier start resolved.
+    Yields the config; if the run resumes, with the precision that an earlier start resolved.
 
     Raises:
-        InputError: W&B would refuse a name; another process trains in the folder; it is not writable, or has a
-            config.yaml that no run wrote; it has checkpoints and `resume` is off; or a resumed run's config changes
-            which samples are used or how they are weighted.
+        InputError: W&B would reject a name; another process trains in the folder; the folder is not writable, has a
+            config.yaml that no run wrote, or has checkpoints although `resume` is off; or a resumed run's config
+            changes which samples are used or how they are weighted.
     """
     config.tracking.check_names()
     folder = config.folder
@@ -132,7 +132,7 @@ def checked_run_folder(
 
 
 def check_unchanged(path: Path, old: R, config: R, steps: int, find_changed: Callable[[R, R, int], list[str]]) -> None:
-    """Raise `InputError` if `config` changes settings of the `old` one (from `path`) that a resume must keep."""
+    """Raise `InputError` if `config` changes settings of the `old` config, from `path`, that a resume must keep."""
     if differing := find_changed(old, config, steps):
         raise InputError(
             f"{path}: the run was started with other settings: {', '.join(differing)}. "
@@ -145,7 +145,7 @@ def is_finished(config: PretrainConfig) -> bool:
     last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
     if not (last / MANIFEST).is_file():
         return False
-    with contextlib.suppress(InputError, OSError):  # a resume reports the error
+    with contextlib.suppress(InputError, OSError):  # a resumed run reports the error
         verify_manifest(last)
         return True
     return False
@@ -175,12 +175,12 @@ def record_config(config: RunConfig) -> None:
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder; warn about changed custom modules."""
     record_config(config)
-    path, current = config.folder / ENVIRONMENT_FILE, module_hashes()
+    path, hashes = config.folder / ENVIRONMENT_FILE, module_hashes()
     resumes = checkpoint_names(config.folder) and path.is_file()
-    old = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
-    if changed := [name for name, digest in current.items() if old.get(name, digest) != digest]:
+    old_hashes = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
+    if changed := [name for name, digest in hashes.items() if old_hashes.get(name, digest) != digest]:
         print(f"warning: {', '.join(changed)}: changed since the run was last started.", file=sys.stderr)
-    write_json(path, {**environment(command), **({"modules": current} if current else {})})
+    write_json(path, {**environment(command), **({"modules": hashes} if hashes else {})})
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
+def _check_vocabulary(folder: Path, corpus: CorpusConfig, advice: str) -> None:
     """Raise `InputError` if the vocabulary of the corpus in `folder` is not the one that the config names."""
     from pretrain.corpus.description import configured_tokenizer
     from pretrain.corpus.vocabulary import entries_of, read_vocabulary

@@ -27,7 +27,7 @@ from pretrain.tracking.tracker import send_probes
 WAIT_SECONDS = 600.0  # how long a finished run waits for its last scores
 
 _SETTING = "evaluation.probes"
-_BLIMP_PAIRS = 20  # sentence pairs per BLiMP paradigm; mean accuracy of all 67: standard error below 1.4 points
+_BLIMP_PAIRS = 20  # sentence pairs per BLiMP paradigm: the mean over all 67 has a standard error below 1.4 points
 _LOWEST_PRIORITY = 19  # nice value
 _EXIT_SECONDS = 5.0  # how long the process may take to exit before it is killed
 # Prefixes of environment variables that would make the process join the job's Ray cluster or torchrun's workers.
@@ -62,10 +62,10 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     with append_open(folder / LOGS / "probes.log") as log:
         command = [*_command(config), "--pid", str(os.getpid())]
         inherited = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
-        environ = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
+        child_environment = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
         # The process gets a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=child_environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     with contextlib.suppress(OSError):  # the process has exited already, or the system does not allow these changes
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
@@ -108,7 +108,7 @@ def _arguments(config: PretrainConfig) -> list[str]:
 
 
 def _absolute(path: str) -> Path:
-    """Return an absolute path, which cannot be mistaken for an option."""
+    """Return the absolute path, which no command takes for an option."""
     return Path(path).expanduser().absolute()
 
 
@@ -128,5 +128,5 @@ def _wait_for_scores(child: subprocess.Popen[bytes], config: PretrainConfig) -> 
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_arguments(config))}"
-        what = "stopped waiting for the scores of the last checkpoint"
-        print(f"warning: {what}. To compute them, run: {command}", file=sys.stderr)
+        problem = "stopped waiting for the scores of the last checkpoint"
+        print(f"warning: {problem}. To compute them, run: {command}", file=sys.stderr)

@@ -19,7 +19,7 @@ from pretrain.training.engine import Engine
 
 @dataclass
 class Window:
-    """Sums of the steps since the last record, over all ranks; a checkpoint keeps them for the next record."""
+    """Sums over the steps since the last record and over all ranks; a checkpoint keeps them for the next record."""
 
     totals: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._started, self._excluded_in_lap = time.perf_counter(), 0.0
-        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds since the last record
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # {activity: seconds since the last record}
 
     def lap(self) -> float:
         """Return the seconds of training since the last lap."""
@@ -58,17 +58,17 @@ class Stopwatch:
 class Progress:
     """The progress that a checkpoint stores."""
 
-    step: int = 0  # optimizer steps done, skipped ones included
+    step: int = 0  # number of optimizer steps so far, including skipped ones
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
     bad_in_a_row: int = 0  # consecutive steps without a finite loss and gradient
-    seconds: float = 0.0  # seconds of training, over all starts, up to the last record
+    seconds: float = 0.0  # seconds of training, in all starts of the run, up to the last record
     part: str = ""  # name of the phase's validation set; losses on different sets are not comparable
     best: list[float] | None = None  # the lowest `pretrain.storage.runs.evaluation_key` on this validation set
     evaluations_without_gain: int = 0
     stopped_early: bool = False
-    recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
+    recent: list[float] = field(default_factory=list)  # losses of the latest steps, for `spikes.is_spike`
     rollbacks: int = 0  # number of rollbacks since the last checkpoint past `failed_step`
     failed_step: int = 0  # the step that caused the last rollback
     skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
@@ -77,8 +77,8 @@ class Progress:
 
     def is_kept(self, settings: CheckpointConfig) -> bool:
         """Return whether this step's checkpoint is kept permanently. Call this once per checkpoint, before saving."""
-        every, previous, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
-        return self.step in settings.keep_at or (every > 0 and self.tokens // every > previous // every)
+        interval, previous, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
+        return self.step in settings.keep_at or (interval > 0 and self.tokens // interval > previous // interval)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -113,14 +113,14 @@ def check_settings(
     The run folder's config.yaml was compared before the start, but it may be missing.
 
     Args:
-        find_changed: as for `preflight.checked_run_folder`.
+        find_changed: see `preflight.checked_run_folder`.
     """
     old_config = preflight.config_of_checkpoint(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, old_config, config, state["step"], find_changed)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
-    """Load a verified checkpoint into `engine`; returns its state.json."""
+    """Load a verified checkpoint into `engine`; return the content of its state.json."""
     state = read_state(engine, checkpoint)
     return_freed_memory()  # leaves memory for the page cache of the checkpoint's files
     with store.CheckpointReader(checkpoint) as reader:

@@ -33,12 +33,12 @@ class Training(Generic[S]):
     """The parts of `run` that depend on the kind of training.
 
     Attributes:
-        task: the task to train; `run` closes it.
-        plan: the schedule; `run` measures its `peak_flops`.
+        task: the task to train, which `run` closes.
+        plan: the schedule, whose `peak_flops` `run` measures.
         job_type: name of this kind of run in W&B.
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint stores, for `check`.
-        initialize: called on every rank if there is no checkpoint to resume from, before the first one is written.
+        initialize: called on every rank if there is no checkpoint to resume from; sets the initial weights.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
             if it belongs to another run.
         finish: called on every rank when all steps are done.
@@ -117,7 +117,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
-    """Return the record that callbacks get at the end of a run, with the current error, if any."""
+    """Return the record for the callbacks' hook `run_end`, with the current error, if any."""
     error = sys.exc_info()[1]
     outcomes = {StoppedError: "stopped", Interrupted: "stopped", DivergedError: "diverged", type(None): "finished"}
     outcome = outcomes.get(type(error), "failed")
@@ -125,7 +125,7 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
 
 
 def _close_tracker(tracker: Tracker, end_error: RunError | None) -> None:
-    """Close the tracker; if the run failed with `end_error` (it sets the exit code), log the tracker's errors only."""
+    """Close the tracker. After an `end_error`, which sets the exit code, only log the tracker's errors."""
     try:
         tracker.close()
     except (RunError, OSError) as error:
@@ -142,7 +142,7 @@ def _prepare_steps(
     extra_state: dict[str, Any],
     resumed_from: Path | None,
 ) -> TrainingPlan:
-    """Take the warm-up step if the plan has one, and measure the matmul peak; returns the plan with the peak."""
+    """Take the warm-up step if the plan has one, and measure the matmul peak. Returns the plan with the peak."""
     config = training.plan.config
 
     def show_stage(stage: str) -> None:
@@ -174,7 +174,7 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of fork.json if `state` is from the parent's checkpoint, as at a fork's start; else {}."""
+    """Return the content of fork.json if `state` is from the parent's checkpoint, at a fork's start; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 

@@ -29,14 +29,12 @@ from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, broadcast_object, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
-_OTHER_FILES = 256  # open files of a worker besides the counted ones: libraries, shards, logs, connections
+_OTHER_FILES = 256  # number of open files of a worker besides connections of the store: libraries, shards, logs
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # time limit for all workers to connect
-_COLLECTIVE_TIMEOUT = timedelta(
-    hours=1
-)  # time limit of a collective: ranks may wait half an hour for one that compiles
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)  # time limit of a collective; a rank may compile for half an hour before it
 # The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Settings with paths, which may differ between machines; `check_same_data` compares the files' contents.
+# Settings with paths, which may differ between machines; `check_same_data` compares the contents of the files.
 _PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
 _WORKER_SETTINGS = ("hang_seconds",)  # the settings of `scheduling` that workers read
 # A restart rarely helps a worker that waits for a batch or for storage, so its limit is this multiple of hang_seconds.
@@ -48,7 +46,7 @@ _MACHINE_SPECIFIC = (
     *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WORKER_SETTINGS),
 )
 
-# Names of the modules and functions of every run that only launch GPU kernels, for the watchdog.
+# Names of the modules and functions of every run that only launch GPU kernels; see `Watchdog`.
 LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.forward_backward")
 
 logger = logging.getLogger(__name__)
@@ -60,10 +58,10 @@ def worker_session(
 ) -> Iterator[tuple[R, torch.device, Watchdog]]:
     """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.
 
-    `launching` names the task's modules and functions that only launch GPU kernels, for the watchdog.
+    `launching` names the task's modules and functions that only launch GPU kernels; see `Watchdog`.
 
     Yields:
-        (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report
+        (the config with its precision resolved, this worker's device, the watchdog to which the engine must report
         its progress).
 
     Raises:
@@ -75,8 +73,8 @@ def worker_session(
         live.write_startup_stage(config.folder, live.CONNECT)
     with process_group(worker), make_watchdog(config, worker, launching) as watchdog:
         if worker.world_size > 1:
-            ranks: Any = dist.group.WORLD
-            ranks.set_timeout(collective_timeout(config))
+            world_group: Any = dist.group.WORLD
+            world_group.set_timeout(collective_timeout(config))
         _check_same_config(config, resume)
         check_shared(config, worker)
         config, device = choose_device(config, worker)
@@ -92,7 +90,7 @@ def worker_session(
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """Select the GPU and set up the process group, through MASTER_ADDR unless there is only one worker.
+    """Select the GPU and set up the process group; several workers connect at MASTER_ADDR.
 
     In the block, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
@@ -201,7 +199,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
 
 
 def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
-    # Under torchrun only the first process has read the precision that an earlier start resolved.
+    # The precision that an earlier start resolved, which under torchrun only the first process reads.
     earlier_config = preflight.with_resolved_precision(config) if worker.rank == 0 else config
     resolved = gather_objects(earlier_config.engine.precision)[0]
     if resolved != "auto":
@@ -227,7 +225,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
 
 def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
-    # As plain data: if a rank runs another version, its settings may be unknown here.
+    # The settings are sent as plain data: if a rank runs another version, they may be unknown here.
     rank0_resume, rank0_settings = broadcast_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has the precision that an earlier start resolved
         config = with_precision(config, rank0_settings["engine"]["precision"])
@@ -256,7 +254,7 @@ def _raise_if_any_differs(differing: Sequence[str], advice: str) -> None:
 
 
 def check_shared(config: RunConfig, worker: Worker) -> None:
-    """Raise `InputError` on every rank if one does not see rank 0's run folder, which checkpoints and stops need."""
+    """Raise `InputError` on every rank if a rank does not see rank 0's run folder, which checkpoints and stops need."""
     if worker.world_size == 1:
         return
     marker = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
@@ -282,8 +280,8 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     If a rank finds damage, rank 0 verifies all of it, then earlier checkpoints, until one is intact.
 
     Raises:
-        RunError: there are checkpoints, but the latest cannot be read, or all are damaged; or a rank reads content
-            that differs from rank 0's.
+        RunError: the latest checkpoint cannot be read, all checkpoints are damaged, or a rank reads other content than
+            rank 0.
     """
 
     def find_latest(verify_content: bool) -> str | None:
@@ -301,7 +299,7 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     name = store.agree(group, lambda: find_latest(False) if group.rank == 0 else None)
     if name is None:
         return None
-    error = store.agree(group, lambda: find_damage(checkpoints / name), lambda found: next(filter(None, found), None))
+    error = store.agree(group, lambda: find_damage(checkpoints / name), lambda errors: next(filter(None, errors), None))
     if error is not None:
         intact = store.agree(group, lambda: find_latest(True) if group.rank == 0 else None)
         if intact == name:
@@ -311,7 +309,7 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
 
 
 def make_watchdog(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
-    """Return the watchdog. It terminates this process if a rank hangs, even during startup, so that it restarts."""
+    """Return the watchdog, which terminates this process if a rank hangs, even at startup, so that the run restarts."""
     return Watchdog(
         worker.rank,
         worker.world_size,

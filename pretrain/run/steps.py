@@ -1,4 +1,4 @@
-"""A step of the training loop, as launched on the device; its outcome, and the reason for a rollback."""
+"""Types of the training loop: a step launched on the device, its outcome, and a failure that needs a rollback."""
 
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -9,7 +9,7 @@ from pretrain.run.task import S
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """The reason for a rollback to a checkpoint: the last steps were harmful."""
+    """A failure of the last steps, after which the run rolls back to a checkpoint."""
 
     reason: str  # one clause, for messages
     remedy: str = ""  # continues the sentence "Lower the learning rate"
@@ -25,19 +25,19 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedStep(Generic[S]):
-    """A step launched on the device, whose numbers may not be available yet.
+    """A step launched on the device, whose results may not be available yet.
 
     Attributes:
         index: 0-based index of the step.
-        step: its batches.
-        rate: its learning rate.
-        validation_set: name of its phase's validation set.
-        numbers: fp64 [n + 6]. Sums over all ranks: the n totals; stop requests, due saves, failed saves, FLOPs, seconds
-            of waiting for data. Then the gradient norm.
+        step: batches of the step.
+        learning_rate: learning rate of the step.
+        validation_set: name of the validation set of the step's phase.
+        results: fp64 [n + 6]. First the sums over all ranks of the task's n totals, stop requests, due saves, failed
+            saves, FLOPs, and seconds of waiting for data; then the gradient norm.
     """
 
     index: int
     step: S
-    rate: float
+    learning_rate: float
     validation_set: str
-    numbers: PendingCopy
+    results: PendingCopy

@@ -1,8 +1,8 @@
 """Measures how long each rank computes and waits for data, to find a rank that slows down the others.
 
 A step takes equally long on all ranks, since they wait for one another. The times of forward passes show which rank is
-slow. Within a forward pass a rank waits only for other ranks' weights. On CPUs these waits are subtracted; on
-GPUs and with ZeRO 3 they are not, and can hide a slow rank.
+slow. Within a forward pass a rank waits only for other ranks' weights. On CPUs with ZeRO 1 and 2 these waits are
+subtracted; on GPUs and with ZeRO 3 they are not, and can hide a slow rank.
 """
 
 import contextlib
@@ -21,19 +21,15 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-_SLOW_FACTOR = 1.5  # a rank is slow if its forward passes take this many times the median of the others,
-_NOISE_SECONDS = 0.005  # plus this many seconds
-# A straggler is reported if it was slow in this many consecutive records, over at least this time.
-_MIN_RECORDS = 3
-_MIN_SECONDS = 10.0
-STALL_SECONDS = 5.0  # a wait for one batch of at least this length is an event
+# A rank is slow if its forward passes take at least this factor times the median of the others, plus these seconds.
+_SLOW_FACTOR, _NOISE_SECONDS = 1.5, 0.005
+# A slow rank is reported as a straggler after this many consecutive records, and at least this many seconds.
+_MIN_RECORDS, _MIN_SECONDS = 3, 10.0
+STALL_SECONDS = 5.0  # minimum duration of a wait for one batch that is recorded as an event
 
 
 class RankTimes:
-    """Times of this rank since the last record, in seconds, gathered from all ranks for each record.
-
-    A rank whose forward passes take `_SLOW_FACTOR` times the median of the others is a straggler.
-    """
+    """Times of this rank since the last record, in seconds; `lap` gathers them from all ranks for each record."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -45,7 +41,7 @@ class RankTimes:
 
     @contextlib.contextmanager
     def timed_forward(self) -> Iterator[None]:
-        """Time one forward pass of this rank, which is the block."""
+        """Time the block, which is one forward pass of this rank."""
         self._passes += 1
         if self._engine.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -63,7 +59,7 @@ class RankTimes:
         self._longest_wait = max(self._longest_wait, seconds)
 
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
-        """Return each rank's seconds since the last record: the mean of a forward pass, and the wait for data.
+        """Return each rank's seconds since the last record: the mean per forward pass, and the total of waits for data.
 
         A rank that remains a straggler is reported in the log and by an event. A long wait for a batch is an event,
         too, with the rank that waited longest. Every rank must call this.
@@ -107,7 +103,7 @@ class RankTimes:
 
 @dataclass
 class _SlowRank:
-    """A rank that was a straggler in all records since a time of `time.monotonic()`."""
+    """A rank that was slow in all of the last `records` records, since a time of `time.monotonic()`."""
 
     since: float
     records: int = 0
@@ -115,7 +111,7 @@ class _SlowRank:
 
 
 def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
-    """Return the ranks that take over `factor` times the others' median, plus some milliseconds, with their ratio."""
+    """Return {rank: ratio to the others' median} for ranks of at least `factor` times it plus `_NOISE_SECONDS`."""
     stragglers = {}
     for rank, duration in enumerate(seconds):
         others = [*seconds[:rank], *seconds[rank + 1 :]]

@@ -11,7 +11,7 @@ from pretrain.training.engine import Engine
 
 
 class Step(Protocol):
-    """One rank's share of one optimizer step; `pretrain.batches.batch.StepBatch` is one."""
+    """One rank's part of an optimizer step, such as a `pretrain.batches.batch.StepBatch`."""
 
     @property
     def micro_batches(self) -> tuple[Any, ...]: ...
@@ -38,7 +38,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        """Return the `skipped` (JSON) with which `batches` restarts at `step`, but with the data after step `failed`.
+        """Return the `skipped` (JSON) for a restart of `batches` at `step` with the data that follows step `failed`.
 
         The argument `skipped` is the value that was last passed to `batches`.
         """
@@ -49,15 +49,15 @@ class TrainingTask(Protocol[S]):
         ...
 
     def loss_weights(self, step: S) -> tuple[float, ...]:
-        """Return the factor of each loss of a micro-batch: its weight over its global count."""
+        """Return the factor of each loss of a micro-batch: the loss's weight divided by its global count."""
         ...
 
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
-        """Return this micro-batch's part of the global mean loss; `weights` as returned by `loss_weights`."""
+        """Return this micro-batch's part of the global mean loss; `weights` is a result of `loss_weights`."""
         ...
 
     def totals(self, output: Any) -> Tensor:
-        """Return the sums of one micro-batch that `metrics` needs, fp32 [n]."""
+        """Return the sums over one micro-batch that `metrics` needs, fp32 [n]."""
         ...
 
     def counts(self, step: S) -> Tensor:
@@ -94,10 +94,10 @@ class TrainingTask(Protocol[S]):
 
 
 class Recorder(Protocol):
-    """Records metrics; `pretrain.tracking.tracker.Tracker` is one."""
+    """Records metrics, as `pretrain.tracking.tracker.Tracker` does."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record."""
 
     def rewind(self, step: int) -> None:
-        """Drop the records past `step`."""
+        """Drop the records of steps after `step`."""

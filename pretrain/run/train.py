@@ -1,6 +1,6 @@
 """Pretrains on one worker: combines corpus, model, engine and training loop.
 
-`main` is the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
+`main` runs in every worker: in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from pretrain.training.engine import Engine, InitialWeights, broadcast_object, g
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
-LAUNCHING = (make_objective.__module__,)  # modules that only launch GPU kernels, for the watchdog
+LAUNCHING = (make_objective.__module__,)  # modules that only launch GPU kernels; see `Watchdog`
 _FETCH_SECONDS = 86400.0  # time limit for fetching a corpus to this machine
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         config = with_chosen_graphs(config, vocabulary_rows, device)
         objective = make_objective(config, vocabulary_rows)
         objective.build(read_frozen)
-        for frozen in objective.identity.values():
-            check_same_data({objective.setting: frozen["fingerprint"]})
+        for frozen_model in objective.identity.values():
+            check_same_data({objective.setting: frozen_model["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         scales = continuation.lr_scales
@@ -119,7 +119,7 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
     enabled = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
-        with contextlib.suppress(InputError):  # the loader reports problems of the text
+        with contextlib.suppress(InputError):  # the loader reports problems with the text
             lengths = mean_lengths(config) or lengths
         enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpu_names, min(memory_sizes))
         logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
@@ -128,10 +128,11 @@ def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: tor
 
 def _count_machines(engine: Engine, worker: Worker) -> int:
     """Return the number of machines if each has the same number of consecutive ranks; otherwise 1."""
-    ranks, size = engine.world_size, worker.local_world_size
-    sums = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
+    world_size, local_size = engine.world_size, worker.local_world_size
+    sums = torch.tensor([local_size, local_size**2, worker.rank % local_size != worker.local_rank], dtype=torch.float64)
     engine.workers.sum_over_workers(sums)
-    return ranks // size if sums.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
+    is_even = sums.tolist() == [world_size * local_size, world_size * local_size**2, 0] and not world_size % local_size
+    return world_size // local_size if is_even else 1
 
 
 def _make_plan(config: PretrainConfig) -> TrainingPlan:
@@ -171,7 +172,7 @@ class Pretraining:
         self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
-        self._stalled_before = 0.0  # seconds of waiting for batches of earlier loaders
+        self._stalled_before = 0.0  # seconds spent waiting for batches of earlier loaders, and opening loaders
         self._phase = 0  # index of the current phase
         self._steps = 0  # number of steps started so far
         self._history: AttentionHistory | None = None
@@ -183,7 +184,7 @@ class Pretraining:
         self._growths = corpora.held_out.grown  # how many times `prepare` has added text
         self.mixtures: list[list[list[Any]]] = []  # `Sampler.identity` of each phase
         ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
-        for index, phase in enumerate(config.phases):  # so that errors of later phases are raised now
+        for index, phase in enumerate(config.phases):  # all phases, so that errors of later ones are raised now
             maker = BatchMaker(self._shards, config, index, seed=config.seed, machines=machines, **ranks)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
@@ -250,26 +251,26 @@ class Pretraining:
         return {**means, **{f"general_{name}": value for name, value in general_means.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
-        """Return the means over held-out batches, and the loss of each source if there are several; {} without any."""
+        """Return the means over held-out batches, and the losses of several sources; {} without batches."""
         if not steps:
             return {}
         sources = list(dict.fromkeys(step.text for step in steps))
-        sums: list[Tensor] = []  # on the device, without waiting for it
+        sums: list[Tensor] = []  # of each source; they stay on the device, so that nothing waits for it
         counts: list[Tensor] = []
         for source in sources:
-            its_steps = [step for step in steps if step.text == source]
-            outputs = ((engine.forward(mb.to(self._device)), step) for step in its_steps for mb in step.micro_batches)
+            own_steps = [step for step in steps if step.text == source]
+            outputs = ((engine.forward(mb.to(self._device)), step) for step in own_steps for mb in step.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / step.copies for output, step in outputs]).sum(0))
-            counts.append(torch.stack([self.counts(step) / step.copies for step in its_steps]).sum(0))
+            counts.append(torch.stack([self.counts(step) / step.copies for step in own_steps]).sum(0))
         totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
-        count = torch.stack(counts).sum(0).tolist()
-        if not count[0]:
+        total_counts = torch.stack(counts).sum(0).tolist()
+        if not total_counts[0]:
             return {}
-        means = self.metrics(totals.sum(0).tolist(), count)
+        means = self.metrics(totals.sum(0).tolist(), total_counts)
         if len(sources) > 1:
-            by_source = zip(sources, totals.tolist(), counts, strict=True)
-            means |= {f"{SOURCE_LOSS}{name}": self.metrics(total, n.tolist())["loss"] for name, total, n in by_source}
+            for source, source_totals, source_counts in zip(sources, totals.tolist(), counts, strict=True):
+                means[f"{SOURCE_LOSS}{source}"] = self.metrics(source_totals, source_counts.tolist())["loss"]
         return means
 
     def to_minimize(self, means: dict[str, float]) -> float:
@@ -328,7 +329,7 @@ def check_state(
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
     """Raise `InputError` unless a run with this config can continue from a checkpoint with this state."""
-    if state.get("sampler") != SAMPLER_VERSION:  # the order of the samples
+    if state.get("sampler") != SAMPLER_VERSION:  # which determines the order of the samples
         raise InputError(version_mismatch(checkpoint, "Train again."))
     _check_mixtures(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
@@ -345,7 +346,7 @@ def _check_mixtures(
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
-    """Raise `InputError` if the config changes the text of phases that have started. Sources may have been added."""
+    """Raise `InputError` if the config changes the text of started phases. The corpus may have new sources."""
     available = {shards.source_fingerprint(index) for index in range(len(shards.sources))}
     for phase, old in zip(_started_phases(config, state["step"]), state["mixtures"], strict=False):
         if difference := _mixture_difference(old, mixtures[phase], phase, available):
@@ -361,7 +362,7 @@ def _started_phases(config: PretrainConfig, step: int) -> range:
 
 
 def _mixture_difference(old: list[list[Any]], new: list[list[Any]], phase: int, available: set[str]) -> str:
-    """Describe how the data of a started phase differs from before; "" if it does not.
+    """Describe how the data of a started phase has changed; "" if it has not.
 
     `old` and `new` are values of `Sampler.identity`; `available` are the fingerprints of the corpus's sources.
     """

@@ -1,4 +1,4 @@
-"""Takes a test step with the largest micro-batch before training, so that running out of memory is noticed at once."""
+"""Takes a test step with the largest micro-batch before training, to find out at once whether memory suffices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,8 @@ def warmup_step(
 ) -> None:
     """Take a test step with the largest micro-batch, then load the checkpoint that the run starts from.
 
-    The training state is then bitwise equal to this checkpoint: `resumed_from`, which need not have been loaded, or in
-    a new run the checkpoint of step 0, which this function writes before the test step.
+    This checkpoint is `resumed_from`; in a new run, it is the checkpoint of step 0, which this function writes before
+    the test step. Afterwards the training state is bitwise equal to it.
 
     Raises:
         MachineError: the largest micro-batch does not fit on the device.
@@ -47,7 +47,7 @@ def warmup_step(
         engine.step(learning_rate=0.0)
 
     try:
-        if engine.uses_cuda_graphs:  # a recorded graph keeps its memory while passes of other shapes run without graphs
+        if engine.uses_cuda_graphs:  # recorded graphs keep their memory while passes of other shapes run without graphs
             for _ in range(WARMUP_PASSES + 1):
                 take_step(forward_backward.run)
         take_step(forward_backward.run_without_graph)

@@ -1,4 +1,4 @@
-"""Fetches folders of an object store to local folders, once per machine, and stores local folders in it.
+"""Fetches folders from an object store, once per machine, and stores local folders in it.
 
 A folder's manifest is stored and fetched last. So if a manifest exists, locally or at the address, all of its files
 exist, and the folder need not be listed. Folders without a manifest, such as raw text, are listed.
@@ -36,7 +36,7 @@ from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
 MAX_CONCURRENT = 4  # number of concurrent transfers
 _JOURNAL = ".stored"  # file in a folder that is being stored, with one line for each file already at the address
-_TIME_TOLERANCE_SECONDS = 0.01  # for equal modification times, which file systems round
+_TIME_TOLERANCE_SECONDS = 0.01  # maximum difference of equal modification times, which file systems round
 _WILDCARDS = frozenset("*?[")
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,11 @@ def fetch(
 
     Args:
         objects: the object store of the address.
-        exclude: patterns of file names to omit; if there are any, no manifest is written.
-        trust_sizes: if the local manifest is the same, compare the sizes of local files, not their SHA-256.
-        concurrency: number of simultaneous transfers; the default suits large files.
-        hashed: whether the files are stored under their `hashed_name`.
-        advice: end of the error message if there is no manifest.
+        exclude: patterns of file names to omit; unless empty, no manifest is written.
+        trust_sizes: whether equal sizes suffice, without comparing SHA-256, if the local manifest is up to date.
+        concurrency: number of concurrent transfers; 0 means `MAX_CONCURRENT`, which suits large files.
+        hashed: whether each file is stored under its `hashed_name`.
+        advice: last sentence of the error message if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -117,25 +117,25 @@ def store(
     address: str,
     objects: ObjectStore | None = None,
     *,
-    replaced: Collection[str] = (),
+    replaceable: Collection[str] = (),
     hashed: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Store the folder with a manifest at `address`, the manifest last; files already stored are kept.
 
     An interrupted call continues where it stopped. New files, and files missing at the address, are stored first. Then
-    the stored manifest is deleted, and the changed files are replaced; if all of these are among `replaced`, only their
-    entries are removed from the manifest, so that the other files can still be fetched. Finally, files that only the
-    previous manifest lists are deleted. `check` is called before the manifest is written; `hashed` is as in `fetch`.
+    the stored manifest is deleted, and the changed files are replaced. If all changed files are in `replaceable`, only
+    their entries are removed from the manifest, so that the other files can still be fetched. Finally, files that only
+    the previous manifest lists are deleted. `check` is called before the manifest is written; `hashed`: see `fetch`.
 
-    Returns the files that were missing at the address although its manifest listed them. Raises `MachineError` if a
-    file is missing there, and missing or damaged in `folder`.
+    Returns the names of files that the stored manifest listed but that were missing. Raises `MachineError` if a file is
+    missing at the address, and also missing or damaged in `folder`.
     """
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     old_entries, listed = file_entries(stored_content), objects.listing(address)
-    keys = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}  # stored names
-    missing = {name for name in keys if getattr(listed.get(keys[name]), "bytes", None) != entries[name]["bytes"]}
+    stored_names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
+    missing = {n for n in stored_names if getattr(listed.get(stored_names[n]), "bytes", None) != entries[n]["bytes"]}
     if stored_content == content and not missing:
         return []
     changed = [name for name, entry in entries.items() if old_entries.get(name, entry) != entry]
@@ -144,20 +144,20 @@ def store(
     stored_lines = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
 
     def put(name: str) -> None:
-        line = _journal_line(join(address, keys[name]), entries[name]["sha256"])
+        line = _journal_line(join(address, stored_names[name]), entries[name]["sha256"])
         if name in missing or line not in stored_lines:
             if not is_intact(folder / name, entries[name], check_hashes=name in old_entries):
                 raise MachineError(
-                    f"{join(address, name)}: is missing or has another size there, and is missing or damaged here. "
-                    "Restore it, or run this command on a machine that has all files."
+                    f"{join(address, name)}: is missing or has another size, and {folder / name} is missing or "
+                    "damaged. Restore it, or run this command on a machine that has all files."
                 )
-            objects.upload(folder / name, join(address, keys[name]))
+            objects.upload(folder / name, join(address, stored_names[name]))
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    run_concurrently(put, [n for n in keys if n not in old_entries or (n in missing and n not in changed)])
+    run_concurrently(put, [n for n in stored_names if n not in old_entries or (n in missing and n not in changed)])
     if stored_content is not None and changed:
-        if set(changed) <= set(replaced):
+        if set(changed) <= set(replaceable):
             kept = {name: entry for name, entry in old_entries.items() if name not in changed}
             objects.write(join(address, MANIFEST), manifest_bytes({**json.loads(stored_content), "files": kept}))
         else:
@@ -167,7 +167,7 @@ def store(
     if stored_content != content:
         objects.write(join(address, MANIFEST), content)
     journal.unlink(missing_ok=True)  # another process may have stored the folder, too
-    for name in old_entries.keys() - keys.keys():
+    for name in old_entries.keys() - stored_names.keys():
         objects.delete(join(address, name))
     return sorted(missing & old_entries.keys())
 
@@ -183,8 +183,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
     """Fetch the files at `address`: one file, all files below a folder, or all that match a pattern.
 
-    Returns their local paths, sorted; [] if there are none. They have the modification times of the objects, and are
-    fetched again if an object has changed.
+    Returns their local paths, sorted; [] if there are none. Each file gets the modification time of its object, and is
+    fetched again if the object has changed.
     """
     objects = objects or ObjectStore()
     return fetch_found(address, find(address, objects), objects)
@@ -208,7 +208,7 @@ def fetch_found(
 
 @contextlib.contextmanager
 def _progress_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar over `total` bytes on stderr, unless it is 0; yield a function that advances it."""
+    """Show a progress bar over `total` bytes on stderr (none for 0); yield a function that advances the bar."""
     if not total:
         yield lambda _: None
         return
@@ -239,7 +239,7 @@ def root_of(address: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Match like glob: `**` matches any number of folders; other wildcards, also in `a**`, match within one folder."""
+    """Return whether `name` matches a glob `pattern`, where only a whole component `**` matches several folders."""
     from fsspec.utils import glob_translate
 
     pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)

@@ -29,7 +29,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, fsync_folder, sha256_file
 from pretrain.common.packages import install_command
 
-RETRY_SECONDS = 300.0
+RETRY_SECONDS = 300.0  # default time limit for the retries of an operation
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 20.0
 CHUNK_BYTES = 16 << 20  # bytes per request of a download; a broken connection loses at most one chunk
 # The package to install for a scheme, and the variables or command that provide its credentials.
@@ -44,12 +44,13 @@ _CREDENTIALS = {
 _OPTIONS: dict[str, dict[str, Any]] = {  # scheme -> options of fsspec's file system
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
 }
-S3_PART_BYTES, _S3_MAX_PARTS = 16 << 20, 10_000
+S3_PART_BYTES, _S3_MAX_PARTS = 16 << 20, 10_000  # minimum size of an upload's parts, and S3's limit on their number
+# Exceptions of the clients for missing or rejected credentials.
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _NO_CREDENTIALS |= {"ProfileNotFound", "ClientAuthenticationError", "DefaultCredentialsError", "RefreshError"}
 _DENIED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP status codes
 _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
-# Exceptions of the Hub's client, and our messages. The Hub does not distinguish missing and private repositories.
+# Exceptions of the Hub's client -> our messages. The Hub does not distinguish missing and private repositories.
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
 _HUB_ERRORS = {
     "GatedRepoError": f"gated or private; {_LOG_IN}",
@@ -134,7 +135,7 @@ class ObjectStore:
         """Return whether the store lets `create` replace the object at `address`; `content` is its current content."""
         try:
             _filesystem(address).pipe_file(_key(address), content, mode="create")
-        except Exception:  # refused, as expected, or the network failed
+        except Exception:  # rejected, as expected, or the network failed
             return False
         return True
 
@@ -237,12 +238,13 @@ class ObjectStore:
         return self._retry(address, action, work_or_default)
 
     def _retry(self, address: str, action: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`, retrying it if the network or the store fails."""
         start = failing_since = time.monotonic()
         wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
                 result = work()
-                _filesystem(address).has_answered = True
+                _filesystem(address).has_responded = True
                 return result
             except Exception as error:
                 _raise_if_permanent(address, action, error)
@@ -335,7 +337,7 @@ def _raise_if_bucket_missing(address: str, error: BaseException) -> None:
 
 
 def _is_bucket_missing(address: str) -> bool:
-    """Return whether the bucket is missing, for clients that report it like a missing object."""
+    """Return whether the bucket is missing, for clients that raise the same error for a missing object."""
     system, bucket = _filesystem(address), _key(address).strip("/").partition("/")[0]
     try:
         if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
@@ -354,8 +356,8 @@ def _raise_if_permanent(address: str, action: str, error: Exception) -> None:
     _raise_if_bucket_missing(address, error)
     names = {type(x).__name__ for x in (error, error.__cause__) if x is not None}
     # Messages of gcsfs for status 403, and of adlfs for a wrong account name.
-    is_refused = _status(error) in _DENIED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
-    if isinstance(error, PermissionError) or is_refused or names & _NO_CREDENTIALS:
+    is_denied = _status(error) in _DENIED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
+    if isinstance(error, PermissionError) or is_denied or names & _NO_CREDENTIALS:
         raise AccessError(
             f"{address}: cannot be {action}: {_one_line(error)}. Check the credentials and their permissions "
             f"({_CREDENTIALS[scheme_of(address)]})."
@@ -380,26 +382,26 @@ def is_storage_error(error: BaseException) -> bool:
     if isinstance(error, (OSError, EOFError)) or packages - {*sys.stdlib_module_names, *_OUR_PACKAGES}:
         return True
     frames = [(_package(frame.f_globals["__name__"]), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    raised_by = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
+    last_frame = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
     return any(
         package not in _OUR_PACKAGES and not _LIBRARY_FOLDERS.isdisjoint(Path(frame.f_code.co_filename).parts)
-        for package, frame in raised_by
+        for package, frame in last_frame  # a list of at most one
     )
 
 
 def _must_give_up(address: str, error: Exception) -> bool:
-    """Return whether to give up immediately: the network is not the cause, or the store never answered."""
-    is_refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
-    if is_refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
+    """Return whether to give up immediately: the network is not the cause, or the store has never responded."""
+    is_client_error = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
+    if is_client_error or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
-    never_answered = not getattr(_filesystem(address), "has_answered", False)
-    return any(type(e).__name__ in _MISCONFIGURED or (never_answered and _is_unreachable(e)) for e in _chain(error))
+    never_responded = not getattr(_filesystem(address), "has_responded", False)
+    return any(type(e).__name__ in _MISCONFIGURED or (never_responded and _is_unreachable(e)) for e in _chain(error))
 
 
 def _is_unreachable(error: BaseException) -> bool:
     """Return whether a host name does not resolve, a connection is refused, or a proxy cannot connect."""
-    is_refused = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
-    return is_refused or isinstance(error, socket.gaierror)
+    cannot_connect = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
+    return cannot_connect or isinstance(error, socket.gaierror)
 
 
 def _package(module: str) -> str:
@@ -415,4 +417,4 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join((str(error) or type(error).__name__).split())
-    return text.partition(" For more information check: ")[0].rstrip(".")  # added by httpx
+    return text.partition(" For more information check: ")[0].rstrip(".")  # httpx appends a link

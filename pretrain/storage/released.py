@@ -27,16 +27,16 @@ INNER_FOLDER = "0_Transformer"  # the encoder's folder in older sentence-transfo
 # Files to fetch: config, tokenizer, pooling, a fine-tuned model's settings, and the index of a TensorFlow checkpoint.
 _PATTERNS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
 _PATTERNS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
-# The same files of a classifier over pooled embeddings.
+# The same files of the encoder in an exported classifier with mean or maximum pooling.
 _PATTERNS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
-_FETCHED = ".fetched.json"  # record: names of the files that were fetched
-_FETCHING = ".fetching.json"  # name of the previous record during a fetch
+_FETCHED = ".fetched.json"  # record: a list of the files that were fetched
+_FETCHING = ".fetching.json"  # name of the previous record while a fetch is in progress
 
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
     """Fetch the released model at `address` to its local folder. Raises `InputError` if it is not stored there."""
     listed = folders.find(address, objects)
-    if address not in listed:  # it is a folder
+    if address not in listed:  # the address is a folder
         names = {name[len(address) + 1 :] for name in listed}
         listed = {join(address, name): listed[join(address, name)] for name in _needed_files(address, names, objects)}
     if not listed:

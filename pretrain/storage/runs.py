@@ -3,8 +3,8 @@
 The run trains in the local folder of its address (`addresses.local_run`). These files are stored:
 
     checkpoints/step-00001000/...     as in the local folder, but file names other than the manifest's contain the
-                                      SHA-256, so an earlier start that still uploads does not overwrite a later
-                                      start's files. To store a checkpoint again, its manifest is deleted first
+                                      SHA-256, so an earlier start that is still uploading does not overwrite a
+                                      later start's files. Storing a checkpoint again first deletes its manifest
     config.yaml, metrics.jsonl, ...   as of the last stored checkpoint or the end of the run
     writers/writer-3                  machine and time of the run's third start; only the latest start may write
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def fetched_model(location: Path | str) -> Path:
-    """Return the local folder of a model: a path with ~ expanded; an address is fetched once per process.
+    """Return the local folder of a model, with ~ expanded; a model at an address is fetched, once per process.
 
     The address may contain an export, a run (its latest checkpoint is fetched) or a released model. Raises `InputError`
     if it contains none of these, or if the local folder contains another run.
@@ -68,7 +68,7 @@ def fetched_model(location: Path | str) -> Path:
     if _is_bertrain_manifest(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
     run = StoredRun(address, local_path(address))
-    if run.names() or run.has_model():
+    if run.checkpoint_names() or run.has_model():
         run.download()
     else:
         fetch_released(address, objects)
@@ -88,7 +88,7 @@ def _read_bytes(path: Path) -> bytes | None:
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the checkpoint with the lowest `evaluation_key`, or ""; `states` are sorted by checkpoint name.
+    """Return the checkpoint with the lowest `evaluation_key`, or ""; `states` maps sorted names to state.json.
 
     Only checkpoints evaluated on the same held-out samples as the last evaluated one are compared.
     """
@@ -100,7 +100,7 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def evaluation_key(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
-    """Return a sort key of which the lowest is best: (the task's objective, the held-out loss, the step).
+    """Return a sort key, the lowest is best: (the task's objective, the held-out loss, the step).
 
     `state` is state.json of a checkpoint, or the current state. None if it was not evaluated or a value is not finite.
     """
@@ -112,7 +112,7 @@ def evaluation_key(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
 
 @contextlib.contextmanager
 def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
-    """On exit, store the results in a run's `folder` at its `address`, even after a failure. "" stores nothing.
+    """On exit, store the results in a run's `folder` at its `address` ("" does nothing), even after a failure.
 
     Raises:
         InputError: a run is stored there, and `resume` is false.
@@ -122,8 +122,8 @@ def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
         yield
         return
     run = StoredRun(address, folder, SAVE_RETRY_SECONDS)
-    if not resume and (run.names() or run.has_model()):
-        content = f"checkpoints (latest {run.names()[-1]})" if run.names() else "a finished model"
+    if not resume and (run.checkpoint_names() or run.has_model()):
+        content = f"checkpoints (latest {run.checkpoint_names()[-1]})" if run.checkpoint_names() else "a finished model"
         raise InputError(
             f"{address}: already holds {content}. Add --resume to continue that run, or choose another run_dir "
             "to start a new one."
@@ -176,7 +176,7 @@ class StoredRun:
         # If this start took over from one elsewhere: this start's number, and the results in the folder at that time.
         self._takeover: tuple[int, set[bytes]] | None = None
 
-    def names(self) -> list[str]:
+    def checkpoint_names(self) -> list[str]:
         """Return the names of the stored checkpoints, oldest first."""
         return sorted(self._stored_manifests())
 
@@ -186,7 +186,7 @@ class StoredRun:
 
     def best(self) -> str:
         """Return the name of the best stored checkpoint (`best_of`)."""
-        return best_of({name: self.state(name) for name in self.names()})
+        return best_of({name: self.state(name) for name in self.checkpoint_names()})
 
     def download(self, *, best: bool = False, is_follower: bool = False) -> None:
         """Fetch the latest stored checkpoint and the run's files, unless the local folder has a later checkpoint.
@@ -230,20 +230,20 @@ class StoredRun:
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
-        local_writer, (number, stored) = self._folder / _LOCAL_WRITER, self._last_writer()
+        local_writer, (number, last_writer) = self._folder / _LOCAL_WRITER, self._last_writer()
         number += 1
-        while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
+        while not self._objects.create(self._writer_address(number), writer):  # another start took the number
             number += 1
-        if self._objects.create_overwrites(self._writer(number), writer):
+        if self._objects.create_overwrites(self._writer_address(number), writer):
             logger.warning(_OVERWRITE_WARNING, self.address)
-        if stored not in (None, _read_bytes(local_writer)):
-            self._takeover = number, self._results()
+        if last_writer not in (None, _read_bytes(local_writer)):
+            self._takeover = number, self._result_manifests()
         try:
             with atomic_open(local_writer) as file:
                 file.write(writer)
         except BaseException:
             with contextlib.suppress(RunError):
-                self._objects.delete(self._writer(number))
+                self._objects.delete(self._writer_address(number))
             raise
 
     def end(self, failure: BaseException | None = None) -> None:
@@ -253,19 +253,19 @@ class StoredRun:
         (not a bug or Ctrl-C), a failure to store is appended to its message.
         """
         try:
-            if failure and self._takeover and self._results() <= self._takeover[1]:
-                self._objects.delete(self._writer(self._takeover[0]))
+            if failure and self._takeover and self._result_manifests() <= self._takeover[1]:
+                self._objects.delete(self._writer_address(self._takeover[0]))
                 (self._folder / _LOCAL_WRITER).unlink()
             else:
                 self.complete()
-        except RunError as reason:
+        except RunError as error:
             if isinstance(failure, RunError):
-                raise type(failure)(f"{failure} Not stored: {reason}") from failure
+                raise type(failure)(f"{failure} Not stored: {error}") from failure
             if failure is None:
                 raise MachineError(
-                    f"{self._folder}: finished, but its last checkpoint or results are not stored: {reason} "
+                    f"{self._folder}: finished, but its last checkpoint or results are not stored: {error} "
                     "Run the command with --resume to store them."
-                ) from reason
+                ) from error
 
     def unpublish(self, name: str) -> None:
         """Delete the manifest of a stored checkpoint before it is stored again.
@@ -273,7 +273,7 @@ class StoredRun:
         Raises `InputError` if this start may no longer write.
         """
         self._check_claim()
-        if name in self.names():
+        if name in self.checkpoint_names():
             self._objects.delete(self._at("checkpoints", name, MANIFEST))
             self._drop_cached(name)
 
@@ -317,7 +317,7 @@ class StoredRun:
     def delete_except(self, names: Iterable[str]) -> None:
         """Delete all stored checkpoints except `names`, and leftovers of interrupted saves, up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
-        kept, latest = set(names), max(self.names(), default="")
+        kept, latest = set(names), max(self.checkpoint_names(), default="")
         listed = [path.partition("/") for path in self._objects.listing(self._at("checkpoints"))]
         deleted = {
             name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in kept
@@ -335,20 +335,20 @@ class StoredRun:
     def complete(self) -> None:
         """Store what the address lacks: the latest checkpoint, the run's files, a fine-tuned model, the export.
 
-        Once a fine-tuned model is stored, the stored checkpoints are deleted, like the local ones before.
+        Once a fine-tuned model is stored, the stored checkpoints are deleted; the local ones are already gone.
         """
         self._check_claim()
         self.put_files()
         latest, self._manifests = self._latest_intact(), None  # read again, as the workers have stored checkpoints
-        checkpoint = [f"checkpoints/{latest}"] if latest > UNTRAINED and latest not in self.names() else []
-        for name in (*checkpoint, _MODEL, "export"):
+        missing = [f"checkpoints/{latest}"] if latest > UNTRAINED and latest not in self.checkpoint_names() else []
+        for name in (*missing, _MODEL, "export"):
             if (self._folder / name / MANIFEST).is_file():
-                hashed, check = name in checkpoint, self._check_claim
+                hashed, check = name in missing, self._check_claim
                 folders.store(self._folder / name, self._at(name), self._objects, hashed=hashed, check=check)
         if (self._folder / _MODEL / MANIFEST).is_file() and not latest:
             self.delete_except(())
 
-    def _results(self) -> set[bytes]:
+    def _result_manifests(self) -> set[bytes]:
         """Return the manifests of the local training results: checkpoints and a fine-tuning's model."""
         paths = [*self._folder.glob(f"checkpoints/step-*/{MANIFEST}"), self._folder / _MODEL / MANIFEST]
         return {path.read_bytes() for path in paths if path.is_file() and path.parent.name != UNTRAINED}
@@ -356,26 +356,26 @@ class StoredRun:
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
         local_writer = self._folder / _LOCAL_WRITER
-        stored = self._last_writer()[1] if local_writer.is_file() else None
-        if stored is None or stored == local_writer.read_bytes():
+        last_writer = self._last_writer()[1] if local_writer.is_file() else None
+        if last_writer is None or last_writer == local_writer.read_bytes():
             return
-        last = json.loads(stored)
+        start = json.loads(last_writer)
         raise InputError(
-            f"{self.address}: the run was started again on {last['host']} at {last['since']}, and only the last "
+            f"{self.address}: the run was started again on {start['host']} at {start['since']}, and only the last "
             f"start may write there. Stop one of the two; this one keeps its checkpoints in {self._folder}."
         )
 
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
-    def _writer(self, number: int) -> str:
+    def _writer_address(self, number: int) -> str:
         return self._at(_WRITERS_FOLDER, _WRITER_NAME.format(number))
 
     def _last_writer(self) -> tuple[int, bytes | None]:
         """Return the number and the writer file of the run's last start; (0, None) before the first start."""
         names = self._objects.listing(self._at(_WRITERS_FOLDER))
         number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
-        return number, self._objects.read(self._writer(number)) if number else None
+        return number, self._objects.read(self._writer_address(number)) if number else None
 
     def _stored_manifests(self) -> dict[str, bytes]:
         """Return the manifests of the stored checkpoints by name; the first call reads them."""
@@ -399,7 +399,7 @@ class StoredRun:
     def _is_downloaded(self, stored: _StoredState) -> bool:
         """Return whether the local folder is up to date with the `stored` state, judging only by manifests."""
         local_name = max(checkpoint_names(self._folder), default="")
-        has_latest = not stored.latest or self._is_ahead(local_name, stored.latest, stored)
+        has_latest = not stored.latest or self._prefers_local(local_name, stored.latest, stored)
         return has_latest and (stored.model is None or self._is_local(stored.model, _MODEL))
 
     def _download_latest(self, stored: _StoredState, marker: Path) -> bool:
@@ -410,7 +410,7 @@ class StoredRun:
         local_name = self._latest_intact()
         self._check_same_run(local_name, stored)
         for name in sorted(stored.checkpoints, reverse=True):
-            if self._is_ahead(local_name, name, stored):
+            if self._prefers_local(local_name, name, stored):
                 return False
             try:
                 write_json(marker, {})
@@ -439,7 +439,7 @@ class StoredRun:
                 "deleted there. Move this folder away or remove it, then run the command again."
             )
 
-    def _is_ahead(self, local_name: str, name: str, stored: _StoredState) -> bool:
+    def _prefers_local(self, local_name: str, name: str, stored: _StoredState) -> bool:
         """Return whether the run continues from the local checkpoint `local_name` rather than the stored `name`."""
         is_same = self._is_local(stored.checkpoints.get(name), "checkpoints", name)
         return local_name > name or (local_name == name and (is_same or self._started_here(stored)))

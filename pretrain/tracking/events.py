@@ -41,7 +41,7 @@ PROBE_FIELDS: dict[str, Metric] = {
 
 EVENT_FIELDS: dict[str, Metric] = {
     "event": Metric("", "What happened: one of the kinds below."),
-    "step": Metric("steps", "Optimizer step at which it was recorded."),
+    "step": Metric("steps", "Optimizer step at which the event was recorded."),
     "time": Metric("s", "Seconds since 1970."),
     "message": Metric("", "The event in words."),
 }

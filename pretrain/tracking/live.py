@@ -94,8 +94,8 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
         return []
 
 
-def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
-    """Return the work of the first `step` steps: their maximum number of tokens, or `step` if phases are unknown."""
+def training_work(phases: Iterable[PhaseConfig], step: int) -> float:
+    """Estimate the work of the first `step` steps: the maximum number of tokens, or `step` if phases are unknown."""
     tokens = 0.0
     for phase in phases:
         phase_steps = min(step, phase.steps)
@@ -105,7 +105,7 @@ def work_until(phases: Iterable[PhaseConfig], step: int) -> float:
 
 
 class _Tail:
-    """Reads the records appended to metrics.jsonl since the last read; detects that the file was replaced."""
+    """Reads the records appended to a .jsonl file since the last read, and detects if the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +113,7 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return (complete new records, whether they are from the start of the file, which is new or was replaced)."""
+        """Return (complete new records, whether they start at the file's first line: it is new or was replaced)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -142,7 +142,7 @@ class LiveProgress:
         self._run_dir = run_dir
         self._tail, self._probes, self._created_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
         self._has_history = (run_dir / METRICS).exists()  # whether there may be records from before this start
-        # Events that are in the file already. If a restart or a rollback replaces the file, the new file has them, too.
+        # Events that were printed or existed at the start. A file replaced after a restart or rollback repeats them.
         self._known_events = {_event_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         self.has_records = False  # whether records other than events were written since this start
         self._phases: list[PhaseConfig] = []
@@ -158,7 +158,7 @@ class LiveProgress:
             text = f"{self.startup_stage}, {clock(time.monotonic() - self._startup_began)}"
             self.bar.update(self._task, description=text)
             return
-        total, done = self._work_until(self.total_steps), self._work_until(self.step)
+        total, done = self._work_of(self.total_steps), self._work_of(self.step)
         self.bar.update(self._task, total=total, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
@@ -248,8 +248,8 @@ class LiveProgress:
         ]
         return [part for part in parts if part]
 
-    def _work_until(self, step: int) -> float:
-        return work_until(self._read_phases(), step)
+    def _work_of(self, step: int) -> float:
+        return training_work(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
         """Return the training phases; [] until the run's config exists."""

@@ -18,7 +18,7 @@ def quiet_logging(log_file: Path) -> None:
     """Send Python logging and warnings of every library to `log_file` instead of the terminal.
 
     Libraries such as DeepSpeed and torch add terminal handlers to their loggers when imported. These handlers are
-    removed, and new ones are ignored. A second call changes the file.
+    removed, and new ones are ignored. A second call replaces the log file of the first.
     """
     with disk_errors(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def quiet_logging(log_file: Path) -> None:
 
 @contextlib.contextmanager
 def restore_on_exit() -> Iterator[None]:
-    """Restore logging and signal handlers on exit, for the program or notebook that called the training."""
+    """Restore logging and signal handlers on exit, for the program or notebook that started the training."""
     root, handlers = logging.root, logging.root.handlers[:]
     level, logger_class = root.level, logging.getLoggerClass()
     signal_handlers = {number: signal.getsignal(number) for number in stop_signals()}
@@ -62,7 +62,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes messages of level INFO and above; of W&B, which writes its debug.log, only warnings and above."""
+    """Writes messages of level INFO and above, but only warnings and errors of W&B, which also writes a debug.log."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)

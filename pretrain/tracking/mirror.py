@@ -36,10 +36,10 @@ _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "secon
 
 _MAX_RANKS = 16  # maximum number of ranks with separate metrics in W&B
 MAX_RANK_SUFFIX = "max_rank"
-"""Suffix, if there are many ranks, of the metric whose value is the index of the rank with the largest value."""
+"""Suffix of the metric that is the index of the rank with the largest value; exists only if there are many ranks."""
 
 MAX_NAME_LENGTH = 55
-"""Maximum characters of a run's name in its generated W&B id; W&B allows ids of 64 characters."""
+"""Maximum number of characters of a run's name in its generated W&B id; W&B allows ids of 64 characters."""
 
 # Time limit for connecting to W&B, after which the run is logged offline. Training does not wait.
 INIT_SECONDS = 10.0
@@ -189,7 +189,7 @@ class WandbMirror:
 
 
 def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
-    """Start a W&B run, offline if the server does not answer within `INIT_SECONDS`."""
+    """Start a W&B run, offline if the server does not respond within `INIT_SECONDS`."""
     # `Settings.silent` takes effect too late for the message about credentials.
     os.environ["WANDB_SILENT"] = "true"
     import wandb
@@ -236,5 +236,5 @@ def finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()
-    # Waits for W&B's process, which writes the run's file. Otherwise, killing the worker could lose the file's end.
+    # Wait for W&B's process, which writes the run's file: killing the worker before it exits could lose the file's end.
     wandb.teardown()

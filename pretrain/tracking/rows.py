@@ -17,7 +17,7 @@ PROBE_STEP = "probe/step"  # x axis of checkpoint scores, which are sent in the 
 
 
 class MetricRows:
-    """Collects the values of a step until a record of a later step arrives.
+    """Collects the values of one step, the open step, until a record of a later step arrives.
 
     Args:
         folder: the run folder.
@@ -36,34 +36,34 @@ class MetricRows:
         self.last_step, self.last_probe = recorded or (-1 if step is None else step, -1)
         if recorded is None:
             self._write()
-        self._step: int | None = None
+        self._open_step: int | None = None
         self._row: dict[str, Any] = {}
         self._late_values: dict[str, Any] = {}  # values of events whose step's row was already sent
 
     def add(self, step: int, values: dict[str, Any], *, is_event: bool) -> tuple[int, dict[str, Any]] | None:
         """Add the values of a record at `step`. If this completes the row of an earlier step, return (step, row).
 
-        Metrics of steps before the current one are repetitions, and are dropped. Events of these steps are new, so they
+        Metrics of steps before the open one are repetitions, and are dropped. Events of these steps are new, so they
         are added to the next row, with their step as events/step.
         """
-        first_open_step = self.last_step + 1 if self._step is None else self._step
+        first_open_step = self.last_step + 1 if self._open_step is None else self._open_step
         if step < first_open_step:
             if is_event:
                 _merge(self._late_values, {**values, _EVENT_STEP: step})
             return None
-        completed_row = self.take() if step != self._step else None
-        self._step = step
+        completed_row = self.take() if step != self._open_step else None
+        self._open_step = step
         _merge(self._row, values)
         return completed_row
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
-        """Return (current step, its row), and record the step as sent; None if there is no row."""
-        if self._step is None:
+        """Return (open step, its row), and record the step as sent; None if no step is open."""
+        if self._open_step is None:
             return None
-        row, self.last_step = self._row, self._step
+        row, self.last_step = self._row, self._open_step
         self.last_probe = row.get(PROBE_STEP, self.last_probe)
         _merge(row, self._late_values)
-        self._row, self._late_values, self._step = {}, {}, None
+        self._row, self._late_values, self._open_step = {}, {}, None
         self._write()
         return self.last_step, row
 

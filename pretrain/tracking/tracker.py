@@ -17,7 +17,7 @@ from pretrain.tracking.rows import MetricRows
 
 
 class Tracker:
-    """Writes a run's metrics.jsonl and mirrors it to W&B. Does nothing unless `enabled`.
+    """Writes a run's metrics.jsonl and mirrors it to W&B; does nothing if `enabled` is false.
 
     Args:
         config: the run's config; `config.tracking` has the W&B settings.
@@ -63,7 +63,7 @@ class Tracker:
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
             self._last_probe = rows.last_probe
             # Records that an earlier start had not sent to W&B when it was killed.
-            unsent = [x for x in read_records(run_dir) if rows.last_step < x.get("step", 0) <= self._step]
+            unsent = [each for each in read_records(run_dir) if rows.last_step < each.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
                 self.mirror.log(record)
@@ -148,7 +148,7 @@ class Tracker:
 
 
 def send_probes(config: RunConfig) -> None:
-    """Send the checkpoint scores that were computed after a finished run sent its last row; each gets its row."""
+    """Send the checkpoint scores that were computed after a finished run sent its last row, one row per checkpoint."""
     path, folder = config.folder / LAST_SENT, config.folder
     if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
         rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)

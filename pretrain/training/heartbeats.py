@@ -27,7 +27,7 @@ class Heartbeat(NamedTuple):
     allowed: float  # seconds without progress that do not count as a hang at present
     allowed_silence: float  # seconds without a heartbeat that do not count as a hang at present
     awaited: str  # what the rank waits for; "" while it works
-    ended: bool  # whether the rank has left training
+    has_ended: bool  # whether the rank has left training
     host: str
     pid: int
 
@@ -37,7 +37,7 @@ class Hang(NamedTuple):
 
     event: str  # HANG or DATA_STALL
     rank: int
-    reason: str  # rest of the message after "rank N"
+    reason: str  # end of the message "rank N ..."
     host: str
     pid: int
 
@@ -62,7 +62,7 @@ class HeartbeatExchange:
         self._heartbeat_keys = [f"{prefix}/{rank}" for rank in range(world_size)]
 
     @property
-    def attached(self) -> bool:
+    def is_attached(self) -> bool:
         return self._store is not None
 
     def attach(self, store: Any) -> None:
@@ -76,13 +76,13 @@ class HeartbeatExchange:
         self._store = None
 
     def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
-        """On rank 0: publish the summary; return each rank's latest heartbeat, None before its first."""
+        """On rank 0: publish the summary; return each rank's latest heartbeat, or None before its first."""
         self._store.set(self._summary_key, json.dumps([heartbeat, finding]))
         others = self._store.multi_get(self._heartbeat_keys[1:])
         return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
     def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
-        """On other ranks: publish a heartbeat; return the latest summary, None before the first."""
+        """On other ranks: publish a heartbeat; return the latest summary, or None before the first."""
         self._store.set(self._heartbeat_keys[self._rank], json.dumps(heartbeat))
         self._has_summary = self._has_summary or self._store.check([self._summary_key])
         if not self._has_summary:
@@ -100,8 +100,8 @@ class AllRanksCheck:
     """
 
     def __init__(self, world_size: int, now: float) -> None:
-        self._latest: list[Heartbeat | None] = [None] * world_size
-        self._heard_at = [now] * world_size
+        self._latest: list[Heartbeat | None] = [None] * world_size  # the latest heartbeat of each rank
+        self._heard_at = [now] * world_size  # the time of that heartbeat
         self._last_round_at = self._progress_at = now
 
     def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
@@ -116,32 +116,32 @@ class AllRanksCheck:
         self._last_round_at = now
 
     def silent_seconds(self, now: float, limit: float) -> float:
-        """Return the seconds since the last round, or 0 unless they exceed `limit` (at startup, a longer limit)."""
+        """Return the seconds since the last round if they exceed `limit` (at startup, a longer limit), otherwise 0."""
         any_reported = any(heartbeat is not None for heartbeat in self._latest)
         seconds = now - self._last_round_at
         return seconds if seconds > (limit if any_reported else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Hang | None:
-        """Return the rank that blocks the other ranks, or None."""
+        """Return a finding about the rank that blocks the others, or None."""
         return self._find_silent() or self._find_stuck()
 
     def _find_silent(self) -> Hang | None:
-        """Return the rank that has been silent longest, if that is too long."""
+        """Return a finding about the rank that has been silent longest, if that is too long."""
         for rank in sorted(range(len(self._latest)), key=self._heard_at.__getitem__):
             heartbeat = self._latest[rank]
             silence = self._last_round_at - self._heard_at[rank]
             if heartbeat is None and silence > START_SECONDS:
                 return _unreported_hang(rank, silence)
-            if heartbeat is not None and not heartbeat.ended and silence > heartbeat.allowed_silence:
+            if heartbeat is not None and not heartbeat.has_ended and silence > heartbeat.allowed_silence:
                 return _silent_hang(rank, heartbeat, silence)
         return None
 
     def _find_stuck(self) -> Hang | None:
-        """Return the rank that the other ranks wait for, if no rank makes progress."""
+        """Return a finding about the rank that the others wait for, if no rank makes progress."""
         active = [
             (rank, heartbeat)
             for rank, heartbeat in enumerate(self._latest)
-            if heartbeat is not None and not heartbeat.ended
+            if heartbeat is not None and not heartbeat.has_ended
         ]
         idle = self._last_round_at - self._progress_at
         if not active or idle <= max(heartbeat.allowed for _, heartbeat in active):
@@ -157,13 +157,13 @@ class AllRanksCheck:
             if not heartbeat.awaited:
                 return _make_hang(rank, heartbeat, f"has made no progress for {idle:.0f} s")
         for rank, heartbeat in enumerate(self._latest):
-            if heartbeat is not None and heartbeat.ended:
+            if heartbeat is not None and heartbeat.has_ended:
                 reason = f"has ended, and the others have waited {idle:.0f} s for it in a collective"
                 return _make_hang(rank, heartbeat, reason)
         return _make_hang(
             *active[0],
             f"is the first of the ranks furthest behind, and all ranks have waited {idle:.0f} s in collectives: "
-            "the network, or collectives that differ between ranks",
+            "the network fails, or ranks call different collectives",
         )
 
 
@@ -194,7 +194,7 @@ class Rank0Check:
             self._count, self._heard_at = rank0.count, now
         if summary.finding is not None:
             return summary.finding
-        if rank0.ended:  # rank 0 no longer gathers heartbeats
+        if rank0.has_ended:  # rank 0 no longer gathers heartbeats
             idle = now - max(self._progress_at, self._heard_at)
             reason = f"has ended, and rank {self._rank} has made no progress for {idle:.0f} s"
             return _make_hang(0, rank0, reason) if idle > allowed else None

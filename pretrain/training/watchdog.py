@@ -48,8 +48,8 @@ _STORE_SECONDS = 30.0  # timeout of a request to the store
 _LAST_HEARTBEAT_SECONDS = 4.0  # time limit for publishing the last heartbeat
 _ANNOUNCE_SECONDS = 1.0  # time limit for publishing an announcement
 _COMPILE_SECONDS = 1800.0  # time limit of one compilation
-_FIRST_BEATS = 20  # number of first micro-batches that may take `START_SECONDS`
-_PATIENCE = 10  # allowed time without progress, relative to the longest recent micro-batch except outliers
+_FIRST_BEATS = 20  # number of micro-batches at the start that may take `START_SECONDS` each
+_PATIENCE = 10  # allowed time without progress, as a multiple of the longest recent micro-batch except outliers
 _OUTLIERS = 2  # number of longest recent micro-batches to ignore: another rank may have stalled in them
 _DUMP_SECONDS = 4.0  # time limit of py-spy
 _WRITE_SECONDS = 10.0  # time limit for writing stacks and hang.json; the storage itself may hang
@@ -74,11 +74,11 @@ class Watchdog:
 
     Args:
         rank, world_size: this process's rank, and the number of ranks.
-        logs: folder for stacks-<rank>.txt and hang.json.
+        logs: folder to which stacks-<rank>.txt and hang.json are written.
         limit_seconds: how long a rank may go without progress or a heartbeat; 0 disables the watchdog. If micro-batches
             are long, the limit grows to ten times the length of recent long ones.
         stall_seconds: time limit for waits for data or storage; 0 sets no limit.
-        compiles: whether torch.compile is used; each compilation may take half an hour.
+        compiles: whether torch.compile is used; a compilation may take half an hour.
         on_gpu: whether the model runs on a GPU, so that the host launches kernels without waiting for them.
         launching: names of the run's modules and functions that only launch kernels on a GPU.
     """
@@ -102,7 +102,7 @@ class Watchdog:
         self._round_seconds = min(high, max(low, limit_seconds / 16))
         self._heartbeat_count = self._pulses = self._position = 0
         self._last_beat_at = time.monotonic()
-        self._beat_seconds: deque[float] = deque(maxlen=100)
+        self._beat_seconds: deque[float] = deque(maxlen=100)  # lengths of recent micro-batches
         self._allowances: list[float] = []  # seconds for each `allow` block or compilation in progress
         self._awaited = ""
         self._stop = threading.Event()
@@ -137,7 +137,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """Declare that the block waits for `what` ("a batch") from data or storage, not for other ranks."""
+        """Declare that the block waits for `what`, such as "a batch", from data or storage, not for other ranks."""
         started = time.monotonic()
         self._awaited = what
         try:
@@ -170,7 +170,7 @@ class Watchdog:
         if self._exchange is not None:
             self._exchange.end()
 
-    def heartbeat(self, *, ended: bool = False) -> Heartbeat:
+    def heartbeat(self, *, has_ended: bool = False) -> Heartbeat:
         """Return this rank's heartbeat, with a higher count at each call."""
         self._heartbeat_count += 1
         return Heartbeat(
@@ -180,7 +180,7 @@ class Watchdog:
             allowed=self._allowed(),
             allowed_silence=max(self._limit_seconds, *self._allowances, 0.0),
             awaited=self._awaited or (IN_COLLECTIVE if waits_for_others(self._thread_id, self._launching) else ""),
-            ended=ended,
+            has_ended=has_ended,
             host=self._host,
             pid=self._pid,
         )
@@ -205,7 +205,7 @@ class Watchdog:
         return max(usual, startup, stall)
 
     def _watch(self) -> None:
-        """Evaluate heartbeats, outside the exchange's thread, which blocks while the store's server is stopped."""
+        """Evaluate heartbeats; the thread that exchanges them may block while the store's server is stopped."""
         clock = Clock(2 * self._round_seconds)
         all_ranks = AllRanksCheck(self._world_size if self._exchange else 1, 0.0)
         rank0 = Rank0Check(self._rank, _LINGER_ROUNDS * self._round_seconds)
@@ -215,7 +215,7 @@ class Watchdog:
                 self._give_up(finding)
 
     def _find(self, all_ranks: AllRanksCheck, rank0: Rank0Check, now: float) -> Hang | None:
-        """Return the rank that hangs at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
+        """Return the finding at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
             all_ranks.record([self.heartbeat()], now)
@@ -227,7 +227,7 @@ class Watchdog:
         if heartbeats is not None:
             all_ranks.record(heartbeats, now)
         if silent_seconds := all_ranks.silent_seconds(now, self._limit_seconds):
-            reason = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
+            reason = f"got no response from the heartbeat store for {silent_seconds:.0f} s"
             return Hang(HANG, self._rank, reason, self._host, self._pid)
         return all_ranks.find()
 
@@ -261,7 +261,7 @@ class Watchdog:
             self._dump_stacks_of(finding)
 
     def write_finding(self, finding: Hang) -> None:
-        """Write hang.json unless another rank has: a disconnected rank would blame the ranks that it cannot reach."""
+        """Write hang.json unless another rank has: a disconnected rank would blame ranks that it cannot reach."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._started_at:
@@ -308,13 +308,13 @@ class ExchangeThread:
         self._exchange = HeartbeatExchange(rank, world_size)
         self._finding: Hang | None = None
         self._is_ending = False
-        self._requested = self._published = 0  # numbers of requested and published announcements
+        self._requested = self._published = 0  # number of announcements requested and published so far
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="watchdog-exchange", daemon=True)
         self._thread.start()
 
     def announce(self) -> None:
-        """Publish a heartbeat now; return when it is published, or when the store does not answer in time."""
+        """Publish a heartbeat now; return when it is published, or when the store does not respond in time."""
         with self._condition:
             self._requested += 1
             requested = self._requested
@@ -337,7 +337,7 @@ class ExchangeThread:
         while True:
             with self._condition:
                 requested, is_ending = self._requested, self._is_ending
-            self._run_round(self._watchdog.heartbeat(ended=is_ending))
+            self._run_round(self._watchdog.heartbeat(has_ended=is_ending))
             with self._condition:
                 self._published = requested
                 self._condition.notify_all()
@@ -349,7 +349,7 @@ class ExchangeThread:
 
     def _run_round(self, heartbeat: Heartbeat) -> None:
         try:
-            if not self._exchange.attached:  # connecting is slow if hundreds of ranks do it at once
+            if not self._exchange.is_attached:  # connecting is slow if hundreds of ranks do it at once
                 self._exchange.attach(self._connect())
             if self._rank == 0:
                 self.heartbeats = self._exchange.gather(heartbeat, self._finding)
@@ -405,7 +405,7 @@ def _stacks() -> str:
 
 
 def _store_connector() -> Callable[[], Any] | None:
-    """Return a function that opens another connection to the ranks' store: training's blocks while training waits.
+    """Return a function that opens another connection to the ranks' store, since training's may be blocked.
 
     Returns None if the ranks were not initialized through MASTER_ADDR.
     """

@@ -202,7 +202,7 @@ def test_columns_of_a_file_stay_and_ours_get_other_names(folder, tmp_path, caplo
     made = read_lines(out)
     assert [{name: one[name] for name in row} for one in made] == [row, {**row, "one": "good"}]
     assert set(made[0]) == {*row, "predicted_predicted_label", "score", "predicted_scores"}
-    assert "keep them; in the predictions text is one, pair is two, label is predicted_predicted_" in caplog.text
+    assert "so predictions rename text to one, pair to two, label to predicted_predicted_" in caplog.text
     write_rows(path, [{**row, "same": "1", "score": "9"}])
     assert evaluate(folder / "pairs", path, "--out", tmp_path) == 0
     (made,) = read_lines(tmp_path / "predictions/a.jsonl")

@@ -178,7 +178,7 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
         assert {counted(batch) for batch in made} == {counted(expected)}
         most = len(made[0].micro_batches)
         assert {len(batch.micro_batches) for batch in made} == {most}
-        shares = [maker.share(first, 48, micro_batches=most) for maker in makers]
+        shares = [maker.make_share(first, 48, micro_batches=most) for maker in makers]
         assert [everything(share) for share in shares] == [everything(batch) for batch in made]
         sums = np.array([astuple(share.counts) for share in shares]).sum(0)
         assert tuple(sums) == (expected.tokens, expected.masked, expected.labeled)
@@ -197,7 +197,7 @@ def test_a_rank_plans_its_own_part_alone(shards: TokenShards, small_parts: None)
     planned: list[int] = []
     plan = maker.sampler.plan
     maker.sampler.plan = lambda samples: planned.extend(samples.tolist()) or plan(samples)
-    maker.share(96, 48)
+    maker.make_share(96, 48)
     assert planned == list(range(96 + 24, 96 + 36))
 
 

@@ -183,7 +183,7 @@ def test_at_another_length_the_open_window_alone_is_left_out(shards: TokenShards
     for phase, made in zip(config.phases, phase_samplers(shards, config, seed=0), strict=True):
         after = made.progress_after(phase.sequences)
         for source, its in enumerate(made.sources[:2]):
-            samples = np.arange(its.first_after(before[source]), after[source].sample)  # type: ignore[union-attr]
+            samples = np.arange(its.next_sample(before[source]), after[source].sample)  # type: ignore[union-attr]
             for epoch in np.unique(samples // its.samples).tolist():
                 read = times_read(shards, its, samples[samples // its.samples == epoch])
                 times[source, epoch] = times.get((source, epoch), 0) + read

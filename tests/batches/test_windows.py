@@ -122,7 +122,7 @@ def test_machines_share_the_blocks_of_a_window_and_make_the_same_batch(machines,
         assert all(maker.needs_exchange(batch) for maker in makers)
         owned = np.bincount(makers[0].sampler.owners(np.arange(batch) + first), minlength=machines)
         assert np.abs(owned - 512).max() <= 20
-        made = [maker.share(first, batch) for maker in makers]
+        made = [maker.make_share(first, batch) for maker in makers]
         tokens = [sum(sum(batch.real_lengths) for batch in share.micro_batches) for share in made]
         assert max(tokens) < 1.08 * min(tokens)
         here, there = (

@@ -32,7 +32,7 @@ from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives import make_objective
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.planning.roofline import Gpu, gpu_of, step_times
+from pretrain.planning.roofline import Gpu, find_gpu, step_times
 from pretrain.planning.work import phase_work
 from pretrain.run import session
 from pretrain.run.forward_backward import ForwardBackward
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     for number, case in enumerate(cases, 1):
         label = f"[{number}/{len(cases)}] {case.name}, {case.sequences} x {case.length} tokens"
         print(f"{label} ... ", end="", file=sys.stderr, flush=True)
-        row = measure(case, options.steps, options.precision, gpu_of(name), graphs=options.graphs)
+        row = measure(case, options.steps, options.precision, find_gpu(name), graphs=options.graphs)
         print(row.get("failed") or f"{1e3 * row['seconds']:.1f} ms", file=sys.stderr, flush=True)
         rows.append(row)
     if options.json:

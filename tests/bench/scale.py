@@ -51,13 +51,13 @@ def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: in
     config = validated({"name": "bench", "corpus": {"dir": "nowhere"}, "phases": [phase], "engine": engine})
     maker = BatchMaker(shards, config, 0, seed=0, rank=ranks // 2, world_size=ranks)
     tracemalloc.start()
-    maker.share(0, sequences)
+    maker.make_share(0, sequences)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     seconds = []
     for number in range(1, repeats + 1):
         start = time.process_time()
-        maker.share(number * sequences, sequences)
+        maker.make_share(number * sequences, sequences)
         seconds.append(time.process_time() - start)
     work = [f"{1000 * min(seconds):.1f} ms", f"{_imbalance(maker, sequences):.4f}", f"{peak / 1e6:.1f} MB"]
     return [f"{ranks:,}", f"{sequences:,}", *work]
@@ -68,7 +68,7 @@ def _imbalance(maker: BatchMaker, sequences: int) -> float:
     loads = []
     for part in balancing.parts(sequences, maker.world_size):
         plan, assignment = maker.assign(0, part)
-        rank = assignment.micro_batch % part.ranks
+        rank = assignment.micro_batch_index % part.ranks
         loads.append(np.bincount(rank, weights=plan.lengths[assignment.descending], minlength=part.ranks))
     tokens = np.concatenate(loads)
     return float(tokens.max() / tokens.mean())

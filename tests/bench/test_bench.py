@@ -20,7 +20,7 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 from finetune.training.config import load_config
 from pretrain.checkpoint import released
 from pretrain.common.errors import InputError, MachineError
-from pretrain.planning.roofline import GPUS, gpu_of
+from pretrain.planning.roofline import GPUS, find_gpu
 from tests.bench import finetuning, gpu, workers
 from tests.bench.__main__ import BENCHMARKS, main
 from tests.bench.gpu import Case, host_reads, measure, table
@@ -194,7 +194,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
     ],
 )
 def test_a_gpu_is_known_by_its_drivers_name(name: str, known: str) -> None:
-    assert gpu_of(name) is GPUS.get(known)
+    assert find_gpu(name) is GPUS.get(known)
 
 
 def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def main(cases: list[str]) -> None:
 
 def take_a_step(case: dict[str, Any]) -> None:
     """Run steps of two micro-batches as the training loop does, and record what happens in the last step."""
-    from pretrain.batches.batch import StepBatch, moved
+    from pretrain.batches.batch import StepBatch, copy_to
     from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.model import attention
     from pretrain.training.engine import Engine
@@ -87,7 +87,7 @@ def take_a_step(case: dict[str, Any]) -> None:
             model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings, NullWatchdog()
         )
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        there = moved(dataclasses.replace(batch, **fakes), engine.device)
+        there = copy_to(dataclasses.replace(batch, **fakes), engine.device)
         fit = fit_of(engine)
         for number in range(STEPS):
             host_reads.clear()

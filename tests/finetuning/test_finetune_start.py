@@ -123,9 +123,7 @@ def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], rel
 @pytest.mark.parametrize("given", [["bad", "good"], {"bad": 0, "good": 1}])
 def test_labels_that_are_not_numbered_are_refused(given: Any) -> None:
     config, released = make_config(start_from="bert"), make_released(2, id2label=given)
-    with pytest.raises(
-        InputError, match=r"bert: id2label in config\.json is .*'bad'.*expected a label for each number"
-    ):
+    with pytest.raises(InputError, match=r"bert: id2label in config\.json is .*'bad'.*expected a label for each index"):
         initial_state(config, make_task(), released)
 
 

@@ -63,7 +63,7 @@ def jobs_of(ray: Any = None) -> client.JobsClient:
     """Our client of a cluster, with `ray` as Ray's."""
     cluster = client.JobsClient.__new__(client.JobsClient)
     cluster.address = cluster.safe_url = "http://127.0.0.1:8265"
-    cluster.client = ray
+    cluster.ray_client = ray
     return cluster
 
 

@@ -16,7 +16,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops, flops, recomputed_flops
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import grouped_op
-from pretrain.model.parameters import relative_projections
+from pretrain.model.parameters import relative_projection_parameters
 from pretrain.model.positions import relative_row_indices
 from tests import parity
 from tests.batches_by_hand import make_batch
@@ -114,7 +114,7 @@ def test_flops_count_the_rows_that_are_reached() -> None:
     own = shape.model_copy(update={"relative_projections": True})
     assert flops(own, 101, [60], 1) == flops(shape, 101, [60], 1)  # of the table, not of tokens
     one = shape.model_copy(update={"relative_projections": True, "relative_terms": "c2p"})
-    assert [p.name for p in relative_projections(one)] == ["position_key_weight", "position_key_bias"]
+    assert [p.name for p in relative_projection_parameters(one)] == ["position_key_weight", "position_key_bias"]
 
 
 # ---- configs

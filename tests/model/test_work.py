@@ -108,7 +108,7 @@ def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.M
     asked: list[int] = []
     plain = cost.layer_parameters
     monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
-    cost.count_layers.cache_clear()
+    cost.cached_layer_costs.cache_clear()
     for lengths in ([64, 32], [17, 5, 3]):
         make_objective(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
     assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))

@@ -209,7 +209,7 @@ class TestFillings:
 
     def test_text_unfit_to_show_is_skipped(self) -> None:
         def found(text: str) -> list[int]:
-            return fill_mask.maskable_words([fill_mask.with_space(entry) for entry in text.split()])
+            return fill_mask.maskable_words([fill_mask.spell_wordpiece(entry) for entry in text.split()])
 
         good = "ban bar bas bat ben ber bes bet bin ##ing ."
         assert found(good) == [0, 1, 2, 3, 4, 5, 6, 7]

@@ -123,7 +123,7 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
         values = {**settings(corpus, run), "phases": own, "name": run.name}
         (run / "config.yaml").write_text(json.dumps(values))  # as the command line does
     assert run_workers(1, starts, given) == [[""] * 4]
-    hf.export_run(runs[0], tmp_path / "mean", others=runs[1:])
+    hf.export_run(runs[0], tmp_path / "mean", other_runs=runs[1:])
     card = (tmp_path / "mean/README.md").read_text()
     assert "The weights are averaged over this run and b, c. It was forked from trial after step 4." in card
     written = read_released(tmp_path / "mean").backbone["embeddings.word"]
@@ -131,7 +131,7 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
     torch.testing.assert_close(written, torch.stack(each).mean(0))
     assert not torch.equal(written, each[0])
     with pytest.raises(InputError, match=r"has a different shape than .*, so their weights cannot be averaged"):
-        hf.export_run(runs[0], tmp_path / "none", others=[tmp_path / "other"])
+        hf.export_run(runs[0], tmp_path / "none", other_runs=[tmp_path / "other"])
 
 
 def test_what_a_phase_has_of_its_own_has_an_effect(parent: Path, corpus: Path, tmp_path: Path) -> None:

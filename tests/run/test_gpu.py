@@ -283,11 +283,11 @@ def test_recorded_passes_train_as_launched_ones(name: str) -> None:
 
             for number in range(24):
                 train(number)
-            before = engine.graphs.replayed if engine.graphs else 0
+            before = engine.graphs.replay_count if engine.graphs else 0
             reads = host_reads(lambda train=train: train(24))
             if graphs:
                 assert engine.graphs is not None
-                assert 2 <= len(engine.graphs._recordings) < before < engine.graphs.replayed
+                assert 2 <= len(engine.graphs._recordings) < before < engine.graphs.replay_count
                 assert reads == {}
             with engine.whole_parameters() as parameters:
                 weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()
@@ -309,7 +309,7 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
             losses.append(float(run(batch, last=True)[0]))
             engine.step(0.0)
         assert engine.graphs is not None
-        assert engine.graphs.replayed == 5
+        assert engine.graphs.replay_count == 5
     assert losses[4] == pytest.approx(losses[5], rel=1e-5), "the same seed"
     assert min(abs(losses[i] - losses[i - 1]) / losses[i] for i in (3, 4, 6)) > 1e-3, losses
 

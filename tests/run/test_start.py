@@ -221,9 +221,9 @@ def test_a_transform_that_a_layout_shares_with_task_heads_is_not_left_out() -> N
     mapping = [dense, MappedTensor("head.norm.weight", (8,), "head.norm_weight")]
     shapes = {"heads.mlm_transform_weight": (8, 8), norm: (8,)}
     released: Any = SimpleNamespace(mapping=mapping)
-    assert "left out" not in weights_table(released, shapes, (), bias_from_corpus=False, added=0)
+    assert "left out" not in weights_table(released, shapes, (), bias_from_corpus=False, added_words=0)
     released.mapping = [dense, MappedTensor("transform", (8, 8), "heads.mlm_transform_weight")]
-    table = weights_table(released, shapes, (norm,), bias_from_corpus=False, added=0)
+    table = weights_table(released, shapes, (norm,), bias_from_corpus=False, added_words=0)
     assert "head.dense.weight: 1 tensor left out: this run has no such head" in table
 
 

@@ -392,7 +392,7 @@ def test_a_model_without_a_masked_head_is_refused(tmp_path: Path, capsys: Any) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing to measure"),
+        ([], "nothing to score"),
         (["--texts", "a"], "--texts: a does not exist"),
         (["--texts", ".", "--blimp", "a"], "--blimp: a does not exist"),
         (["--texts", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),

@@ -440,13 +440,13 @@ def test_a_store_that_fails_does_not_end_the_run_and_the_next_checkpoint_is_stor
     save(saver, 2)
     assert "step-00000002 is not stored at s3://bucket/runs/a, only in" in saver.trouble
     assert not saver.failed
-    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001"]
+    assert StoredRun(RUN, local_path(RUN)).checkpoint_names() == ["step-00000001"]
     saver.trouble, proxy.plan = "", []
     save(saver, 3)
     save(saver, 4)
     assert not saver.trouble
     # The newest, and the best.
-    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001", "step-00000004"]
+    assert StoredRun(RUN, local_path(RUN)).checkpoint_names() == ["step-00000001", "step-00000004"]
     assert not [name for name in ObjectStore().listing(f"{RUN}/checkpoints") if "00000003" in name]
 
 
@@ -537,9 +537,9 @@ def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProx
     save(saver, 1)
     proxy.plan = [Fault("403", "PUT .*step-00000001/rank")]
     save(saver, 1)
-    assert StoredRun(RUN, local_path(RUN)).names() == []
+    assert StoredRun(RUN, local_path(RUN)).checkpoint_names() == []
     save(saver, 1)
-    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001"]
+    assert StoredRun(RUN, local_path(RUN)).checkpoint_names() == ["step-00000001"]
 
 
 def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(proxy: FaultyProxy) -> None:
@@ -590,7 +590,7 @@ def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None
     proxy.plan = [Fault("403", "PUT .*rank-00001")]
     troubles = [saver.trouble for saver in save_on_two_ranks()]
     assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
-    assert StoredRun(RUN, local_path(RUN)).names() == []
+    assert StoredRun(RUN, local_path(RUN)).checkpoint_names() == []
 
 
 def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: FaultyProxy) -> None:
@@ -632,7 +632,7 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     other = make_saver(there, tmp_path / "there")
     save(other, 3)
     assert other.trouble == ""
-    assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
+    assert StoredRun(RUN, tmp_path / "fresh").checkpoint_names()[-1] == "step-00000003"
 
 
 def test_starts_at_the_same_time_have_different_numbers(proxy: FaultyProxy, tmp_path: Path, monkeypatch) -> None:
@@ -727,7 +727,7 @@ def test_untrained_weights_are_not_stored(proxy: FaultyProxy, tmp_path: Path) ->
     with contextlib.suppress(MachineError), storing(RUN, tmp_path, resume=False):
         (tmp_path / "config.yaml").write_text("name: mine")
         fail_untrained(tmp_path)
-    assert StoredRun(RUN, tmp_path).names() == []
+    assert StoredRun(RUN, tmp_path).checkpoint_names() == []
     assert ObjectStore().read(f"{RUN}/config.yaml") == b"name: mine"
 
 
@@ -799,7 +799,7 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
     there.claim()
     with pytest.raises(InputError, match="the run was started again"):
         here.publish(checkpoint)
-    assert StoredRun(RUN, tmp_path / "fresh").names() == []
+    assert StoredRun(RUN, tmp_path / "fresh").checkpoint_names() == []
 
 
 def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(proxy, monkeypatch) -> None:

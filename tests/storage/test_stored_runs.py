@@ -128,7 +128,7 @@ def test_a_run_at_an_address_with_25_faults_and_a_kill_has_bitwise_the_losses_of
     assert losses(folder) == losses(tmp_path / "run")
     assert [step for step, _ in losses(folder)] == list(range(1, STEPS + 1))
     assert _weights(folder, STEPS) == _weights(tmp_path / "run", STEPS)
-    assert StoredRun(address, folder).names() == ["step-00000004", "step-00000006"]
+    assert StoredRun(address, folder).checkpoint_names() == ["step-00000004", "step-00000006"]
     for name in ("more", "student"):
         assert len(losses(tmp_path / name)) == 1
     verify_manifest(folders.fetch(f"{at}/exports/mini"))
@@ -154,7 +154,7 @@ def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, corpus
         Command(forked("other", "--set", "phases.0.steps=5", "--resume"), forget=cache),
     ]
     assert run_workers(1, codes, commands) == [[0, 0, 2, 2, 75, 2, 0]]
-    assert StoredRun(address, local_path(address)).names() == ["step-00000002", "step-00000006"]
+    assert StoredRun(address, local_path(address)).checkpoint_names() == ["step-00000002", "step-00000006"]
     stem, same, other = (stored_losses(f"s3://{BUCKET}/runs/{name}") for name in ("stem", "same", "other"))
     assert same == stem
     assert other[:2] == same[:2]
@@ -369,7 +369,7 @@ def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_
     (local_path(address) / lost).unlink()
     capsys.readouterr()
     assert main(["prepare", config]) == 3
-    assert f"{lost}: is missing or has another size there" in capsys.readouterr().err
+    assert f"{lost}: is missing or has another size" in capsys.readouterr().err
 
 
 def test_without_an_address_no_client_is_imported() -> None:

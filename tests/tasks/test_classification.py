@@ -32,7 +32,7 @@ from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.classification.decoding import LabelDecoder
 from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.datasets.arrow import read_dataset
-from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.table import TableLayout
 from finetune.tasks.datasets.tables import read_table
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.datasets.windows import cut_pairs
@@ -174,10 +174,10 @@ def test_every_format_gives_the_same_columns(write: Callable[..., str], tmp_path
     for path in [*paths, str(tmp_path / "a.parquet")]:
         table = read_table(path, ["text", "label"])
         assert list(zip(table.columns["label"], table.columns["text"], strict=True)) == rows, path
-    numbered = read_table(write("n.csv", quoted), [1, 0], layout=TableFormat(header=False))
+    numbered = read_table(write("n.csv", quoted), [1, 0], layout=TableLayout(header=False))
     assert numbered.columns[1] == [text for _, text in rows]
     latin = write("x.data", "text\tlabel\nWho was Señor  X ?\tHUM\n".encode("latin-1"))
-    table = read_table(latin, ["label", "text"], layout=TableFormat("tsv", encoding="latin-1"))
+    table = read_table(latin, ["label", "text"], layout=TableLayout("tsv", encoding="latin-1"))
     assert table.columns == {"label": ["HUM"], "text": ["Who was Señor  X ?"]}
 
 
@@ -231,7 +231,7 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     refused(r"a folder, not a file", read_table, write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
     for column in (2, -1):
         message = rf"b\.csv:1: no column {column}; each row has 2, numbered from 0"
-        refused(message, read_table, write("b.csv", "a,b\n"), [column], layout=TableFormat(header=False))
+        refused(message, read_table, write("b.csv", "a,b\n"), [column], layout=TableLayout(header=False))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
     refused(r"bad\.parquet: row 2: bytes that are not UTF-8", read_table, tmp_path / "bad.parquet", ["text"])
@@ -244,7 +244,7 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["punycode", "undefined"])
 def test_encodings_that_say_nothing_of_the_place(write: Callable[..., str], encoding: str) -> None:
     path, message = write("a.csv", "text,label\na-!,b\n"), rf"a\.csv.* not {encoding.upper()}.* Save the file as UTF-8"
-    refused(message, read_table, path, ["text"], layout=TableFormat(encoding=encoding))
+    refused(message, read_table, path, ["text"], layout=TableLayout(encoding=encoding))
 
 
 def test_ids_are_read_only_if_there_is_one_column_of_them(write: Callable[..., str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from finetune.artifacts.predictor import Predictor
 from finetune.tasks.base import Windows
 from finetune.tasks.datasets.sentences import Sentence
 from finetune.tasks.datasets.text import TextEncoder
-from finetune.tasks.datasets.word_cuts import WordCuts
+from finetune.tasks.datasets.word_cuts import WordSegmenter
 from finetune.tasks.datasets.words import cut_words
 from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.tasks.entities import metrics as metrics
@@ -1134,8 +1134,8 @@ TRAINED_WORDS = [
     ],
 )
 def test_text_is_cut_as_the_training_words_were(text, expected):
-    cuts = WordCuts.learn(TRAINED_WORDS)
-    again = WordCuts.from_state(json.loads(json.dumps(cuts.state())))
+    cuts = WordSegmenter.learn(TRAINED_WORDS)
+    again = WordSegmenter.from_state(json.loads(json.dumps(cuts.state())))
     for one in (cuts, again):
         assert "|".join(text[begin:end] for begin, end in one(text).tolist()) == expected
     assert again.state() == cuts.state()
@@ -1145,8 +1145,8 @@ def test_text_is_cut_as_the_training_words_were(text, expected):
 @given(st.text(max_size=40), st.lists(st.text(max_size=9), max_size=20))
 def test_learned_words_are_whole_pieces_of_the_text(text, learned):
     pieces = cut_words(text)
-    assert WordCuts.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
-    found = WordCuts.learn(learned)(text)
+    assert WordSegmenter.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
+    found = WordSegmenter.learn(learned)(text)
     assert (found[:, 1] > found[:, 0]).all()
     assert set(found[:, 0]) <= set(pieces[:, 0])
     covered = [np.concatenate([np.zeros(0, int), *(np.arange(*one) for one in words)]) for words in (found, pieces)]
@@ -1167,7 +1167,7 @@ def test_words_are_learned_from_the_training_file_and_kept(tmp_path):
 
 def test_words_of_scripts_without_blanks_are_cut_as_the_training_words_were():
     words = "タナカ カップ は を が ในไทย コーヒー これ 飲む ไทย แม่น้ำ"
-    cuts = WordCuts.learn([*words.split(), *words.split()[6:]] * 3)
+    cuts = WordSegmenter.learn([*words.split(), *words.split()[6:]] * 3)
     for text in ("スミス|は|コーヒー|を|飲む", "แม่น้ำ|ไทย", "これ|が|ไทย"):
         assert "|".join(text.replace("|", "")[begin:end] for begin, end in cuts(text.replace("|", "")).tolist()) == text
 
@@ -1190,7 +1190,7 @@ def test_an_entity_within_a_run_of_letters_has_its_own_words(tmp_path, text, nam
 
 
 def test_a_long_run_of_signs_is_cut_into_known_words():
-    cuts = WordCuts.learn(["...", "...", "..", "..", "."])
+    cuts = WordSegmenter.learn(["...", "...", "..", "..", "."])
     lengths = np.diff(cuts("." * 600), axis=1)
     assert set(lengths.ravel().tolist()) == {3}
     assert lengths.sum() == 600

@@ -294,7 +294,7 @@ def test_bad_answers(tmp_path, caplog):
     assert [len(one.answers or ()) for one in held_out] == [1, 1, 1, 1, 1, 2, 1]
     refused("5 of 8 answers", task(dev=file).read_held_out)
     spaced = task(train=write(tmp_path / "b.json", nested(ask("a\u00a0b c", "a b", 0))))
-    refused(r"'a b' at 0, .* has 'a\\xa0b'; only white space differs", spaced.read_train)
+    refused(r"'a b' at 0, .* has 'a\\xa0b'; only whitespace differs", spaced.read_train)
     only = write(tmp_path / "only.json", nested(bad[1]))
     refused(r"only.json: no question has a good answer", task(train=only, bad_answers="skip").read_train)
 
@@ -675,7 +675,7 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     windows = one.windows(questions, encoder, training=False)
     logits = np.random.default_rng(1).normal(size=(len(windows.queries), 2)).astype(np.float32)
     whole = one.decode(questions, windows, logits)
-    monkeypatch.setattr("finetune.tasks.questions.decoding.CELLS", 1)
+    monkeypatch.setattr("finetune.tasks.questions.decoding.MAX_SCORES", 1)
     assert one.decode(questions, windows, logits) == whole
 
 

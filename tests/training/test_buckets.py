@@ -261,6 +261,6 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
     )
     launched = loop.Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
     assert calls == ["forward", "backward"] * 2 + ["sum", "step"]
-    assert launched.numbers.wait().tolist() == [2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 2.0], (
+    assert launched.results.wait().tolist() == [2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 2.0], (
         "sums, stop, save, failed, FLOPs, stalled, norm"
     )

@@ -12,7 +12,7 @@ WAITS = heartbeats.IN_COLLECTIVE
 
 
 def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
-    usual = {"position": 0, "allowed": 8.0, "allowed_silence": 8.0, "awaited": "", "ended": False}
+    usual = {"position": 0, "allowed": 8.0, "allowed_silence": 8.0, "awaited": "", "has_ended": False}
     return Heartbeat(count, pulses, **{**usual, "host": "a", "pid": 1, **more})  # type: ignore[arg-type]
 
 
@@ -46,7 +46,7 @@ OTHER = {"awaited": WAITS, "position": 7}
         # The slowest, if stack frames do not differ.
         (({"position": 8}, {"position": 7}, {"position": 8}), 1, ""),
         (tuple({"position": position, "awaited": WAITS} for position in (8, 8, 7)), 2, "all ranks have waited"),
-        (({"awaited": WAITS}, {"ended": True, "position": 9}, {"awaited": WAITS}), 1, "has ended"),
+        (({"awaited": WAITS}, {"has_ended": True, "position": 9}, {"awaited": WAITS}), 1, "has ended"),
     ],
 )
 def test_the_rank_that_hangs_is_named(last: tuple[dict[str, object], ...], rank: int, why: str) -> None:
@@ -85,9 +85,11 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
     ranks = AllRanksCheck(3, 0.0)
     for now in range(60):
-        ranks.record([heartbeat(now, now), heartbeat(1, allowed_silence=60.0), heartbeat(1, ended=True)], float(now))
+        ranks.record(
+            [heartbeat(now, now), heartbeat(1, allowed_silence=60.0), heartbeat(1, has_ended=True)], float(now)
+        )
         assert ranks.find() is None
-    ranks.record([heartbeat(61, 61), heartbeat(1, allowed_silence=60.0), heartbeat(1, ended=True)], 61.0)
+    ranks.record([heartbeat(61, 61), heartbeat(1, allowed_silence=60.0), heartbeat(1, has_ended=True)], 61.0)
     named(ranks.find(), 1)
 
 
@@ -125,8 +127,8 @@ class TestFollower:
     def test_a_rank_that_works_may_outlive_rank_0(self) -> None:
         follower = Rank0Check(5, patience=1.0)
         for now in range(100):
-            assert follower.find(self.summary(1, ended=True), now, 8.0, float(now)) is None
-        finding = follower.find(self.summary(1, ended=True), 99, 8.0, 108.0)
+            assert follower.find(self.summary(1, has_ended=True), now, 8.0, float(now)) is None
+        finding = follower.find(self.summary(1, has_ended=True), 99, 8.0, 108.0)
         assert finding is not None
         assert finding.rank == 0
         assert "rank 5 has made no progress" in finding.reason

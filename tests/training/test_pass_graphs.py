@@ -99,7 +99,7 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         whole = [parameter.clone() for parameter in parameters.values()]
     assert (engine.graphs is None) is not recorded
     engine.close()
-    return whole, totals, graphs.replayed
+    return whole, totals, graphs.replay_count
 
 
 @pytest.mark.parametrize("workers", [1, 2])

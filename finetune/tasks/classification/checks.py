@@ -41,9 +41,9 @@ def empty_text_warnings(table: Table) -> Iterator[str]:
         return
     row_noun = table.separator.strip(": ") or "line"  # what messages call a row of the table: line or row
     numbers = ", ".join(f"{table.numbers[row]:,}" for row in rows[:_MAX_LISTED]) + ", ..." * (len(rows) > _MAX_LISTED)
-    where = f"{row_noun}{'s' * (len(rows) > 1)} {numbers}"
+    row_list = f"{row_noun}{'s' * (len(rows) > 1)} {numbers}"
     yield (
-        f"{table.source}: {len(rows):,} of {counted(len(table), 'example')} with an empty text: {where}. "
+        f"{table.source}: {len(rows):,} of {counted(len(table), 'example')} with an empty text: {row_list}. "
         "Fill them in, or remove them."
     )
 

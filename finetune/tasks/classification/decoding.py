@@ -11,14 +11,14 @@ from finetune.tasks.datasets.labels import Label, ProblemType
 
 THRESHOLD = 0.5  # default minimum probability to predict a label
 _LOG_TEMPERATURE_STD = 0.5  # standard deviation of the normal prior on the logarithm of the temperature
-_MAX_SAMPLED = 100  # maximum size of the sample of thresholds to try on the dev set
+_MAX_SAMPLED_THRESHOLDS = 100  # maximum number of thresholds sampled to try on the dev set
 
 Predictions = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LabelDecoder:
-    """Decodes a model's C outputs and scores them.
+    """Decodes a model's C outputs into predictions, and scores these.
 
     Arrays of labels, such as `true`, are class indices int64 [N], sets of labels bool [N, C], or values float64 [N].
     """
@@ -55,17 +55,17 @@ class LabelDecoder:
             return [self._predict_labels(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
-        best_N = logits_NC.argmax(1)
+        class_N = logits_NC.argmax(1)
         if self.has_positive and self.threshold != THRESHOLD:
-            positive = self.names.index(self.positive)
-            best_N = np.where(probabilities_NC[:, positive] >= self.threshold, positive, 1 - positive)
+            index = self.names.index(self.positive)
+            class_N = np.where(probabilities_NC[:, index] >= self.threshold, index, 1 - index)
         return [
             {
-                "label": self.names[best],
-                "score": probabilities[best],
+                "label": self.names[index],
+                "score": probabilities[index],
                 "scores": dict(zip(self.names, probabilities, strict=True)),
             }
-            for best, probabilities in zip(best_N.tolist(), probabilities_NC.tolist(), strict=True)
+            for index, probabilities in zip(class_N.tolist(), probabilities_NC.tolist(), strict=True)
         ]
 
     def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
@@ -82,9 +82,9 @@ class LabelDecoder:
         return scores
 
     def details(self, true: np.ndarray, predictions: Predictions) -> dict[str, Any]:
-        """Return precision, recall and F1 of each class, for single_label also confusion counts; or mean errors."""
+        """Return precision, recall and F1 per class, for single_label a confusion matrix; for values, mean errors."""
         if self.problem_type == "regression":
-            errors_N = _values(predictions) - true
+            errors_N = _predicted_values(predictions) - true
             return {
                 "mean_absolute_error": float(np.abs(errors_N).mean()),
                 "mean_squared_error": float((errors_N**2).mean()),
@@ -107,11 +107,11 @@ class LabelDecoder:
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
         """For multi_label, return the threshold with the best `metric`, common to all labels; ties: nearest to 0.5."""
         probabilities_NC = self.probabilities(predictions)
-        # All thresholds between two adjacent probabilities give the same label sets: try midpoints. If there are many,
-        # try a sample and the nearest below each multiple of 0.01, as most probabilities of rare labels are near 0.
+        # All thresholds between two adjacent probabilities give the same label sets, so midpoints are tried. Of many,
+        # only a sample, and the next below each multiple of 0.01: most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
         midpoints = (values[1:] + values[:-1]) / 2
-        sample = np.linspace(0, len(midpoints) - 1, min(_MAX_SAMPLED, len(midpoints))).round().astype(int)
+        sample = np.linspace(0, len(midpoints) - 1, min(_MAX_SAMPLED_THRESHOLDS, len(midpoints))).round().astype(int)
         hundredths = np.searchsorted(midpoints, np.arange(1, 100) / 100, side="right") - 1
         candidates = [THRESHOLD, *midpoints[np.union1d(sample, hundredths[hundredths >= 0])].tolist()]
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
@@ -149,7 +149,7 @@ class LabelDecoder:
     def to_array(self, predictions: Predictions) -> np.ndarray:
         """Return the predictions as an array of labels (see the class)."""
         if self.problem_type == "regression":
-            return _values(predictions)
+            return _predicted_values(predictions)
         if self.problem_type == "multi_label":
             return self.probabilities(predictions) >= self.threshold
         indices = {name: index for index, name in enumerate(self.names)}
@@ -163,6 +163,6 @@ class LabelDecoder:
         }
 
 
-def _values(predictions: Predictions) -> np.ndarray:
+def _predicted_values(predictions: Predictions) -> np.ndarray:
     """Return the predicted values, float64 [N]."""
     return np.array([prediction["value"] for prediction in predictions], np.float64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BINS = 15  # number of confidence bins, for ece
+_BINS = 15  # number of confidence bins of ece, the expected calibration error
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class ClassCounts:
         return float(f1.mean()) if len(f1) else 0.0
 
 
-def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+def confusion(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
     """Return counts, int64 [C, C], from class indices [N]: rows are true classes, columns are predicted classes."""
-    return np.bincount(true * classes + predicted, minlength=classes * classes).reshape(classes, classes)
+    counts = np.bincount(true * num_classes + predicted, minlength=num_classes * num_classes)
+    return counts.reshape(num_classes, num_classes)
 
 
 def class_counts(matrix: np.ndarray) -> ClassCounts:
@@ -110,7 +111,7 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
     """Return the Pearson correlation of two arrays [N]."""
     if len(true) < 2 or np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
-    x, y = _unit(true), _unit(predicted)
+    x, y = _center_and_normalize(true), _center_and_normalize(predicted)
     return float(np.clip(x @ y, -1.0, 1.0))
 
 
@@ -126,7 +127,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return (last - (counts - 1) / 2)[inverse]
 
 
-def _unit(values: np.ndarray) -> np.ndarray:
+def _center_and_normalize(values: np.ndarray) -> np.ndarray:
     """Return the values centered and normalized to length 1, float64."""
     # Scaled first, because squares of very large or small values would overflow or underflow.
     values = values.astype(np.float64) / np.abs(values).max()

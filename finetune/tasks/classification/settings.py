@@ -106,7 +106,7 @@ class ClassificationSettings(Section):
     max_windows: int = Field(
         default=8,
         ge=1,
-        description="Maximum windows per training example; longer ones use evenly spaced windows. Predictions use all.",
+        description="Maximum number of windows of a training example, evenly spaced if longer. Predictions use all.",
     )
     positive: str = Field(
         default="", description="The positive one of two classes, for f1. Empty: no f1, except for GLUE tasks."

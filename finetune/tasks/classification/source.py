@@ -13,7 +13,7 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
-from finetune.tasks.datasets.annotations import NoLabel, left_out_line
+from finetune.tasks.datasets.annotations import NoLabel, skipped_summary
 from finetune.tasks.datasets.labels import Label, ProblemType, decode_flags, excerpt, parse, sort_names, to_name, unwrap
 from finetune.tasks.datasets.surrogates import check_id, check_surrogates
 from finetune.tasks.datasets.table import Key, Table, listing
@@ -39,7 +39,7 @@ class ExampleSource:
     """Reads the examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        state: what `state()` of the trained model returned.
+        state: return value of `state()` of the trained model; None before training.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ExampleSource:
     def read_held_out(self) -> dict[str, list[Example]]:
         """Return the dev sets, or the part of the training set that `dev_share` holds out."""
         if not self._settings.dev_share:
-            sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.set_names("dev")}
+            sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.names_of_sets("dev")}
             return {split: self._check_varied(self._examples(table, warn=True), table) for split, table in sets.items()}
         self.tables.check_no_official_dev()
         table = self._drop_unlabeled(self.tables.read("train"))
@@ -122,7 +122,7 @@ class ExampleSource:
         return {"dev": self._check_varied(held_out, table)}
 
     def _check_varied(self, examples: list[Example], table: Table) -> list[Example]:
-        """Return `examples`; `InputError` if all are equal values, for which no correlation is defined."""
+        """Return `examples`; `InputError` if all have the same value, so that no correlation is defined."""
         if self._problem_type == "regression" and len({example.label for example in examples}) == 1:
             raise InputError(
                 f"{table.source}: all dev examples have the value {examples[0].label}, so no correlation can be "
@@ -132,7 +132,7 @@ class ExampleSource:
 
     def read_test(self) -> dict[str, list[Example]]:
         """Return the test sets. Missing and unknown labels become None, with a warning in the log."""
-        sets = {split: self.tables.read_unlabeled(split) for split in self.tables.set_names("test")}
+        sets = {split: self.tables.read_unlabeled(split) for split in self.tables.names_of_sets("test")}
         return {
             split: self._examples(table, self._known_labels(table), warn=True)
             for split, table in sets.items()
@@ -140,7 +140,7 @@ class ExampleSource:
         }
 
     def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
-        """Read another file, or a folder written by save_to_disk (its split `dev`).
+        """Read another file, or a folder written by save_to_disk (of which the split named by the setting `dev`).
 
         If not `labeled`, unknown labels become None, with a warning in the log.
         """
@@ -173,7 +173,7 @@ class ExampleSource:
         return Example(text, None, None, where)
 
     def _select(self, examples: Sequence[Example], *, held_out: bool) -> list[Example]:
-        """Return the examples that `dev_share` holds out, or the others."""
+        """Return the examples that `dev_share` holds out, or if not `held_out` the rest."""
         texts = [f"{example.text}\0{example.pair or ''}" for example in examples]
         count = round(self._settings.dev_share * len(set(texts)))
         is_held_out = splits.held_out(texts, [_classes(example) for example in examples], count)
@@ -188,7 +188,7 @@ class ExampleSource:
         reasons = [cell for cell in cells if isinstance(cell, NoLabel)]
         if not reasons:
             return table
-        line = left_out_line(table.source, len(table), reasons)
+        line = skipped_summary(table.source, len(table), reasons)
         if len(reasons) == len(table):
             raise InputError(f"{line}. Give a file with labels.")
         if line not in self._logged:  # with dev_share, the file is read twice
@@ -207,7 +207,7 @@ class ExampleSource:
     def _label_cells(self, table: Table, errors: dict[int, str] | None = None) -> list[Any]:
         """Return the cells of the label column (None if it is missing), with 0-1 vectors replaced by lists of names.
 
-        If `errors` is given, it collects the errors, by row, instead of raising the first.
+        `errors`, if given, gets the error of each invalid row, {row: message}; otherwise, the first one is raised.
         """
         cells = table.columns.get("label")
         if cells is None:
@@ -277,8 +277,8 @@ class ExampleSource:
             raise InputError(
                 f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
-        distinct = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
-        is_dropped = splits.held_out(distinct, [_classes(example) for example in examples], len(examples) - count)
+        distinct_texts = [json.dumps([0, index, example.text, example.pair]) for index, example in enumerate(examples)]
+        is_dropped = splits.held_out(distinct_texts, [_classes(example) for example in examples], len(examples) - count)
         return [example for example, dropped in zip(examples, is_dropped, strict=True) if not dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:

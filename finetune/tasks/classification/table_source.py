@@ -12,7 +12,7 @@ from finetune.tasks.datasets import glue, tables
 from finetune.tasks.datasets.annotations import labeled_rows
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, reject_spreadsheet
-from finetune.tasks.datasets.table import Converter, Key, Table, TableFormat
+from finetune.tasks.datasets.table import Converter, Key, Table, TableLayout
 from pretrain.common.errors import InputError
 
 
@@ -23,7 +23,7 @@ class TableSource:
         self._settings = settings
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
-    def set_names(self, split: str) -> tuple[str, ...]:
+    def names_of_sets(self, split: str) -> tuple[str, ...]:
         """Return the names of the dev sets or of the test sets; `split` is dev or test."""
         if self._glue:
             return self._glue.dev if split == "dev" else self._glue.test
@@ -55,21 +55,22 @@ class TableSource:
         return self._read_split(split, labeled=False)
 
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
-        """Read another file, or a folder written by save_to_disk (its split `dev`).
+        """Read another file, or a folder written by save_to_disk (of which the split named by the setting `dev`).
 
-        A file with the training file's suffix is read with the same settings, any other by its suffix. If not
+        A file with the training file's suffix is read with its settings, any other in the format of its suffix. If not
         `labeled`, labels may be missing, columns may be called `text` and `pair`, and `.txt` has one text per line.
         """
         settings, file = self._settings, Path(path).expanduser()
         keys = self.column_keys
         if file.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
-            table = read_dataset(str(file), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
+            optional = self._optional_columns(labeled=labeled)
+            table = read_dataset(str(file), [*keys.values()], split=split, optional=optional)
             return self._rename_columns(table)
         file_format, layout = tables.format_of(file), self._layout
         if file_format and file_format != tables.format_of(settings.train):
             quoting = settings.quoting if file_format == "tsv" else "auto"
-            layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
+            layout = TableLayout(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not file_format and not layout.format:
             reject_spreadsheet(file)
             if plain_suffix(file) == ".txt" and "pair" not in keys:
@@ -84,8 +85,8 @@ class TableSource:
 
     def _unknown_format_message(self, path: str) -> str:
         advice = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        txt = "" if self.pair_column is not None else ", or .txt for one input per line"
-        return f"{path}: its suffix does not name a table format. {advice}{txt}, or pass its lines on standard input."
+        advice += "" if self.pair_column is not None else ", or .txt for one input per line"
+        return f"{path}: its suffix does not name a table format. {advice}, or pass its lines on standard input."
 
     def origin(self, name: str) -> str:
         """Return where the set `name` comes from."""
@@ -96,8 +97,8 @@ class TableSource:
         if name != "train" and settings.dev_share and not setting:
             return f"{settings.dev_share:.0%} of the training set, by class"
         if settings.dataset:
-            where = " ".join(part for part in (settings.dataset, settings.subset) if part)
-            return f"{where}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
+            dataset = " ".join(part for part in (settings.dataset, settings.subset) if part)
+            return f"{dataset}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
         return setting
 
     def check_no_official_dev(self) -> None:
@@ -122,28 +123,28 @@ class TableSource:
                 split=setting or "train",
                 revision=settings.revision,
                 where="classification",
-                optional=self._optional(labeled=labeled),
+                optional=self._optional_columns(labeled=labeled),
             )
         )
 
     def _read_table(
         self,
         path: Path | str,
-        layout: TableFormat,
+        layout: TableLayout,
         *,
         labeled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
         read_all: bool = False,
     ) -> Table:
-        keys, optional = [*self.column_keys.values()], self._optional(labeled=labeled)
-        ids = ["id"] if keys.count("id") == 1 else []  # no setting can name another id column
+        keys, optional = [*self.column_keys.values()], self._optional_columns(labeled=labeled)
+        ids = ["id"] if keys.count("id") == 1 else []  # not if a setting names this column
         layout = replace(layout, convert=self._record_converter())
         return tables.read_table(
             path, keys, layout=layout, optional=optional, aliases=aliases, read_all=read_all, skip_if_repeated=ids
         )
 
     def _record_converter(self) -> Converter | None:
-        """Return the function that converts records of annotation tools; None if columns do not allow it."""
+        """Return the function that converts records of annotation tools; None if the configured columns rule it out."""
         keys = self.column_keys
         text, label = keys["text"], keys.get("label")
         # If the config names a column "answer", that column is not Prodigy's.
@@ -153,8 +154,8 @@ class TableSource:
         text_columns = [keys[name] for name in ("text", "pair") if name in keys]
         return partial(labeled_rows, text_columns=text_columns, label_column=label, inputs=input_columns)
 
-    def _optional(self, *, labeled: bool) -> list[Key]:
-        """Return the columns that may be missing: ids, and labels if not `labeled`; never a column with another use."""
+    def _optional_columns(self, *, labeled: bool) -> list[Key]:
+        """Return the columns that may be missing: ids, and labels if not `labeled`; but no column with another use."""
         keys = self.column_keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
@@ -187,7 +188,7 @@ class TableSource:
         return replace(table, columns=columns, classes={"label": classes} if classes else {})
 
     @property
-    def _layout(self) -> TableFormat:
+    def _layout(self) -> TableLayout:
         """The format of the files, from the settings."""
         settings = self._settings
-        return TableFormat(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)
+        return TableLayout(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)

@@ -177,10 +177,10 @@ class Classification(Task[Example]):
             return None
         decoder, (true, predictions) = self._decoder(), self._true_and_predicted(examples, predictions)
         predicted = decoder.to_array(predictions)
-        return bootstrap(lambda rows: decoder.scores(true[rows], predicted[rows])[self.metric], len(true))
+        return bootstrap(lambda indices: decoder.scores(true[indices], predicted[indices])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return precision, recall and F1 of each class, for single_label also the confusion matrix; or mean errors."""
+        """Return precision, recall and F1 per class, for single_label the confusion matrix; for values, mean errors."""
         if not self.is_labeled(examples):
             return {}
         return self._decoder().details(*self._true_and_predicted(examples, predictions))
@@ -209,7 +209,7 @@ class Classification(Task[Example]):
         _overlap(encoder.capacity(pair=self.takes_pairs))  # raises `InputError`
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
-        example_indices, framed = self._cut(examples, encoder, training=training)
+        example_indices, framed = self._build_windows(examples, encoder, training=training)
         labels = self._true_labels(examples)
         weights = 1 / np.bincount(example_indices, minlength=len(examples))[example_indices]
         class_weights = self._source.class_weights if training else np.ones(self.outputs)
@@ -237,29 +237,29 @@ class Classification(Task[Example]):
         smoothed_NC = class_weights / class_weights[labels][:, None] * smoothing / self.outputs
         return ((1 - smoothing) * np.eye(self.outputs)[labels] + smoothed_NC).astype(np.float32)
 
-    def _cut(
+    def _build_windows(
         self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """Return (index of each window's example, windows); for training, at most `max_windows` of each example."""
+        """Return (index of each window's example, windows); for training, at most `max_windows` windows per example."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
-        first = encoder.encode([example.text for example in examples])
+        texts = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
-            cut = slide(np.diff(first.starts), capacity, overlap)
-            indices, starts, lengths = self._limit_windows(cut, len(examples)) if training else cut
-            return indices, frame(encoder, _slices(first, indices, starts, lengths))
-        second = encoder.encode([example.pair or "" for example in examples])
-        cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
-        indices, *spans = self._limit_windows(cut, len(examples)) if training else cut
-        return indices, frame(encoder, _slices(first, indices, *spans[:2]), _slices(second, indices, *spans[2:]))
+            ranges = slide(np.diff(texts.starts), capacity, overlap)
+            indices, starts, lengths = self._limit_windows(ranges, len(examples)) if training else ranges
+            return indices, frame(encoder, _slices(texts, indices, starts, lengths))
+        pairs = encoder.encode([example.pair or "" for example in examples])
+        ranges = cut_pairs(np.diff(texts.starts), np.diff(pairs.starts), capacity, overlap)
+        indices, *spans = self._limit_windows(ranges, len(examples)) if training else ranges
+        return indices, frame(encoder, _slices(texts, indices, *spans[:2]), _slices(pairs, indices, *spans[2:]))
 
-    def _limit_windows(self, cut: tuple[np.ndarray, ...], num_examples: int) -> tuple[np.ndarray, ...]:
-        """Select at most `max_windows` windows of each example; `cut` is a result of `slide` or `cut_pairs`."""
+    def _limit_windows(self, ranges: tuple[np.ndarray, ...], num_examples: int) -> tuple[np.ndarray, ...]:
+        """Select at most `max_windows` windows of each example; `ranges` is a result of `slide` or `cut_pairs`."""
         limit = self.settings.max_windows
-        counts = np.bincount(cut[0], minlength=num_examples)
+        counts = np.bincount(ranges[0], minlength=num_examples)
         is_long = counts > limit
         if not is_long.any():
-            return cut
+            return ranges
         logger.warning(
             "%d of %d examples are longer than %d windows (max_windows): training uses %d of their %d windows, "
             "evenly spaced; predictions use all",
@@ -269,8 +269,8 @@ class Classification(Task[Example]):
             limit * is_long.sum(),
             counts[is_long].sum(),
         )
-        selected = select_evenly(cut[0], num_examples, limit)
-        return tuple(array[selected] for array in cut)
+        selected = select_evenly(ranges[0], num_examples, limit)
+        return tuple(array[selected] for array in ranges)
 
 
 def _mean_logits(windows: Windows, logits: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ _ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": NoLabel("ignored")}
 _METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
-def left_out_line(source: str, num_rows: int, reasons: Iterable[NoLabel]) -> str:
+def skipped_summary(source: str, num_rows: int, reasons: Iterable[NoLabel]) -> str:
     """Return a line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
     counts = Counter(entry.reason for entry in reasons)
     listed = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
@@ -53,14 +53,14 @@ def is_label_studio(record: Mapping[str, Any]) -> bool:
 
 
 def read_annotations(record: Mapping[str, Any], read_result: Callable[[list[Any]], Any]) -> Any:
-    """Return what `read_result` finds in a task's annotations (ground truth, if any); `NoLabel` if they disagree."""
+    """Return the result that `read_result` reads from all of a task's annotations; `NoLabel` if they disagree."""
     entries = [entry for entry in record["annotations"] if isinstance(entry, Mapping)]
     finished = [entry for entry in entries if unused_reason(entry) is None and isinstance(entry.get("result"), list)]
     finished = [entry for entry in finished if entry.get("ground_truth") is True] or finished
     return _consensus([read_result(entry["result"]) for entry in finished]) if finished or not entries else _SKIPPED
 
 
-def refuse_label_ids(record: Mapping[str, Any], where: str) -> None:
+def reject_label_ids(record: Mapping[str, Any], where: str) -> None:
     """Raise `InputError` for a record whose labels are numbers, as older versions of Doccano exported them."""
     entries = record.get("annotations")
     ids = [entry.get("label") for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
@@ -77,12 +77,12 @@ def example_key(record: Any, text_columns: Sequence[str]) -> Hashable:
 
 
 def merge_annotations(values: list[Any], keys: Sequence[Hashable]) -> None:
-    """In `values`, keep the first value of each example key if all its values agree; replace others by `NoLabel`."""
-    positions: dict[Hashable, list[int]] = defaultdict(list)
+    """Change `values` in place: keep the first value of each example key if all agree; the others become `NoLabel`."""
+    positions_by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         if key is not None and not isinstance(values[position], NoLabel):
-            positions[key].append(position)
-    for group in positions.values():
+            positions_by_key[key].append(position)
+    for group in positions_by_key.values():
         value = _consensus([values[position] for position in group])
         values[group[0]] = value
         for position in group[1:]:
@@ -101,8 +101,8 @@ def labeled_rows(
 ) -> list[Any]:
     """Convert records of annotation tools to rows with these columns; the label is a `NoLabel` if there is none.
 
-    `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
-    the location of an item, for errors.
+    The input columns, `inputs`, cannot be the label. Items that are not records are returned unchanged. `where`
+    returns the location of an item, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
     candidates = names - _METADATA - set(inputs)
@@ -144,7 +144,7 @@ def _record_label(record: Mapping[str, Any], column: str, where: str) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
         return sorted(value["choices"], key=str)
     if column not in record:
-        refuse_label_ids(record, where)
+        reject_label_ids(record, where)
     return [value] if is_prodigy(record) and isinstance(value, str) else value
 
 

@@ -13,6 +13,6 @@ def concatenate_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def unique_strings(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Return (distinct strings in order of first occurrence, index of each string among them, int64 [N])."""
-    index: dict[str, int] = {}  # np.unique sorts the strings, which takes ten times as long
-    indices = np.fromiter((index.setdefault(text, len(index)) for text in texts), np.int64, len(texts))
-    return list(index), indices
+    index_of: dict[str, int] = {}  # np.unique sorts the strings, which takes ten times as long
+    indices = np.fromiter((index_of.setdefault(text, len(index_of)) for text in texts), np.int64, len(texts))
+    return list(index_of), indices

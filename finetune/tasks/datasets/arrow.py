@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.tasks.datasets.table import Key, RequestedColumns, Table
 from pretrain.common.errors import InputError
-from pretrain.common.files import refuse_lfs_pointer
+from pretrain.common.files import reject_lfs_pointer
 from pretrain.common.packages import expect
 
 
@@ -36,8 +36,8 @@ def read_dataset(
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
-        found = list(requested.resolve(names, source).values())
-        values = dataset.with_format(None).select_columns(found)[:]
+        selected = list(requested.resolve(names, source).values())
+        values = dataset.with_format(None).select_columns(selected)[:]
     else:
         if not revision:
             raise InputError(
@@ -47,8 +47,8 @@ def read_dataset(
         dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
-        found = requested.resolve(names, source).values()
-        values = {name: [row.get(name) for row in rows] for name in found}
+        selected = requested.resolve(names, source).values()
+        values = {name: [row.get(name) for row in rows] for name in selected}
     return _to_table(values, requested.resolve(names, source), dataset.features or {}, source)
 
 
@@ -60,7 +60,7 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
 
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow

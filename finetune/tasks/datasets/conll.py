@@ -25,7 +25,6 @@ def read_columns(
 
     Args:
         path: the file, for messages.
-        lines: the lines of the file.
         token_column, label_column: indices from 0; negative ones count from the last column.
         remarks: collects warnings.
         labeled: whether tags are required.
@@ -45,7 +44,7 @@ def read_columns(
         if not line or line.startswith("-DOCSTART-"):
             if words:
                 document.append(words)
-                start, index = number - len(words), len(document) - 1
+                start, index = number - len(words), len(document) - 1  # start: the first word's line
                 sentence = Sentence(words, tags, path, start, one_word_per_line=True, document=document, index=index)
                 sentences.append(sentence)
                 words, tags = [], None if tags is None else []

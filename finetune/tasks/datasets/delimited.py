@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listing
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableLayout, listing
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, reject_quoted_cells
 from pretrain.common.wording import counted
 
 _DELIMITER_LINE = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')  # Excel's delimiter line, such as sep=;
@@ -18,7 +18,7 @@ def read_delimited(
     path: Path,
     text: str,
     file_format: Format,
-    layout: TableFormat,
+    layout: TableLayout,
     requested: RequestedColumns,
     on_skipped: Callable[[str], None] | None,
 ) -> Table:
@@ -60,11 +60,11 @@ def _split_declaration(text: str) -> tuple[str, str]:
     return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
-def _quoting(path: Path, text: str, file_format: Format, layout: TableFormat, delimiter: str) -> Quoting:
+def _quoting(path: Path, text: str, file_format: Format, layout: TableLayout, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
     if file_format == "tsv":
-        refuse_quoted(iterate_lines(text), delimiter, path, "classification.quoting")
+        reject_quoted_cells(iterate_lines(text), delimiter, path, "classification.quoting")
     return "standard" if file_format == "csv" else "none"
 
 

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import refuse_lfs_pointer
+from pretrain.common.files import reject_lfs_pointer
 
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -32,7 +32,7 @@ def reject_spreadsheet(path: Path) -> None:
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether Python has a text encoding of this name; codecs such as rot13 and base64 are not."""
+    """Return whether `name` is one of Python's text encodings, unlike codecs such as rot13 and base64."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -44,7 +44,6 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """Read a whole text file (.gz, .bz2 and .xz are decompressed), without its byte-order mark.
 
     Args:
-        path: the file.
         encoding: name of a Python text encoding; with utf-8, a file with a byte-order mark of UTF-16 is read as UTF-16.
         advice: appended to the error about bytes that are not in the encoding.
 
@@ -53,7 +52,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
-    refuse_lfs_pointer(path)
+    reject_lfs_pointer(path)
     reject_spreadsheet(path)
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.tasks.datasets.files import read_text
-from finetune.tasks.datasets.table import Key, Table, TableFormat
+from finetune.tasks.datasets.table import Key, Table, TableLayout
 from finetune.tasks.datasets.tables import read_table
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
@@ -172,7 +172,7 @@ def _read(path: Path, name: str, text_column: Key, *, labeled: bool = True, may_
     task = TASKS[name]
     columns = {"text": text_column, "pair": task.pair, "label": task.label if labeled else None}
     headers = {column: header for column, header in columns.items() if header is not None}
-    layout = TableFormat("tsv", quoting="none", header=isinstance(text_column, str))
+    layout = TableLayout("tsv", quoting="none", header=isinstance(text_column, str))
     # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
     broken: list[str] = []
     on_skipped = broken.append if name == "qqp" and labeled else None
@@ -190,7 +190,7 @@ def _read(path: Path, name: str, text_column: Key, *, labeled: bool = True, may_
 
 # ---------------------------------------------------------------- submission
 
-# File names of nyu-mll/jiant's submission formatter, and row counts of the official test sets.
+# {(task, test set): (file name, as in nyu-mll/jiant's submission formatter; number of rows of the official set)}
 _SUBMISSIONS: dict[tuple[str, str], tuple[str, int]] = {
     ("cola", "test"): ("CoLA.tsv", 1063),
     ("sst2", "test"): ("SST-2.tsv", 1821),
@@ -211,7 +211,7 @@ def write_submission(
 ) -> list[Path]:
     """Write the files for gluebenchmark.com: columns `index` (from 0) and `prediction`, separated by tabs.
 
-    Labels are as in GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
+    Labels are as in GLUE's files; values have three decimals, clipped to [0, 5], as in jiant's _write_glue_preds.
 
     Args:
         task: a key of `TASKS`.
@@ -222,9 +222,9 @@ def write_submission(
     official_labels = {label: official_label for official_label, label in TASKS[task].labels.items()}
     paths = []
     for split, items in predictions.items():
-        name, rows = _SUBMISSIONS[task, split]
-        if len(items) != rows:
-            logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), rows)
+        name, num_rows = _SUBMISSIONS[task, split]
+        if len(items) != num_rows:
+            logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), num_rows)
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_open(path) as file:
@@ -238,7 +238,7 @@ def write_submission(
 
 # ---------------------------------------------------------------- the paper's table
 
-COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+PAPER_COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("MNLI-m", "mnli", "matched", "accuracy"),
     ("MNLI-mm", "mnli", "mismatched", "accuracy"),
     ("QQP", "qqp", "", "f1"),
@@ -263,17 +263,17 @@ _MISSING = "–"  # cell of a missing score
 def paper_row(results: Results) -> list[float | None]:
     """Return our dev scores in per cent, one per column of the paper's table; None if missing."""
     row: list[float | None] = []
-    for _, task, subset, score in COLUMNS:
+    for _, task, subset, score in PAPER_COLUMNS:
         value = results.get(task, {}).get(f"dev_{subset}" if subset else "dev", {}).get(score)
         row.append(None if value is None else 100 * value)
     return row
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Return headings, the paper's rows and the row of our model `name`; averages are over columns that our row has."""
+    """Return headings, the paper's rows and the row of our model `name`; averages are over columns that we have."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     our_row = rows[f"{name}, dev"]
-    lines = [["", *(heading for heading, *_ in COLUMNS), "average (our columns)" if None in our_row else "average"]]
+    lines = [["", *(title for title, *_ in PAPER_COLUMNS), "average (our columns)" if None in our_row else "average"]]
     for title, values in rows.items():
         used = [value for value, ours in zip(values, our_row, strict=True) if value is not None and ours is not None]
         lines.append([title, *map(_format_cell, values), _format_cell(sum(used) / len(used) if used else None)])

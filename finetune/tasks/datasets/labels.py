@@ -33,7 +33,7 @@ def parse(cell: Any, problem_type: ProblemType, separator: str, where: str) -> L
 
 
 def unwrap(cell: Any, problem_type: ProblemType) -> Any:
-    """Return the label in `cell`, which may be a list of one item unless multi_label; `NoLabel` if there is none."""
+    """Return the label in `cell`, or in its only item if it is a list (but not for multi_label); `NoLabel` if none."""
     if isinstance(cell, list) and problem_type != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
             return NoLabel("with several labels")
@@ -76,7 +76,7 @@ def decode_flags(
         separator: as in `parse`.
         names: labels in the order of the vectors; empty if unknown.
         where: returns the location of a row, for errors.
-        strict: the cells must be vectors; if false, other cells are returned unchanged, as names.
+        strict: whether all cells must be vectors; if false, other cells are returned unchanged, as names.
         errors: collects the error of each invalid row, instead of raising `InputError`.
     """
     filled = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}

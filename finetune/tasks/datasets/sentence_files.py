@@ -8,7 +8,7 @@ from finetune.tasks.datasets.conll import are_tagged, read_columns
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.sentence_records import from_lines, from_records, json_records, parquet_records
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence
-from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.table import TableLayout
 from finetune.tasks.datasets.tables import format_of, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
@@ -30,7 +30,7 @@ def read_sentences(
     encoding: str = "utf-8",
     labeled: bool = True,
     plain: bool = False,
-    cut: Segmenter = cut_words,
+    segment: Segmenter = cut_words,
     tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
     """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, any other as CoNLL columns.
@@ -40,7 +40,7 @@ def read_sentences(
     Args:
         labeled: whether tags are needed. If not, a file may have words as its only column.
         plain: whether to read each line of a .txt as one document of plain text, unless all lines have tags.
-        cut: segments plain text into words.
+        segment: function that segments plain text into words.
         tag_names: the name of each tag id, if records have ids instead of names.
 
     Raises:
@@ -50,26 +50,26 @@ def read_sentences(
     path = Path(path).expanduser()
     file_format = format_of(path)
     if file_format == "parquet":
-        sentences = from_records(parquet_records(path), remarks, cut, tag_names)
+        sentences = from_records(parquet_records(path), remarks, segment, tag_names)
         return _reject_empty(sentences, path)
     if file_format == "csv":
         return _reject_empty(_read_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
     if file_format in ("jsonl", "json"):
-        sentences = from_records(json_records(path, text, file_format), remarks, cut, tag_names)
+        sentences = from_records(json_records(path, text, file_format), remarks, segment, tag_names)
         return _reject_empty(sentences, path)
     lines = _split_lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
-        sentences = from_lines(str(path), lines, cut)
+        sentences = from_lines(str(path), lines, segment)
     else:
         sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _reject_empty(sentences, path)
 
 
 def _read_word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """Read the sentences of a table with one word per row. Sentences may be named only in their first row."""
+    """Read the sentences of a table with one word per row. A sentence's name may be only in its first row."""
     column_names = list(itertools.chain.from_iterable(_COLUMN_NAMES))
-    table = read_table(path, column_names, layout=TableFormat(encoding=encoding), optional=column_names)
+    table = read_table(path, column_names, layout=TableLayout(encoding=encoding), optional=column_names)
     columns = (next((table.columns[name] for name in names if name in table.columns), None) for names in _COLUMN_NAMES)
     sentence_names, words, tags = columns
     if sentence_names is None or words is None or (labeled and tags is None):

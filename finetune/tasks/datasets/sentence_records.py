@@ -7,7 +7,7 @@ the same `document` (a string or a number) form a document:
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
 
 Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
-its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
+its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, even in a record with `text`
 and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
 Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabeled.
 Parquet files have columns of the same names; class indices become the names that `datasets` stored in the file.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import NoLabel, example_key, merge_annotations, refuse_label_ids
+from finetune.tasks.datasets.annotations import NoLabel, example_key, merge_annotations, reject_label_ids
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence, group_documents
 from finetune.tasks.datasets.span_forms import convert_offsets, name_tags, normalize_record
 from finetune.tasks.datasets.surrogates import check_id, replace_surrogates
@@ -35,25 +35,27 @@ _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")  # poss
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # columns to read from a Parquet file
 
 
-def to_sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
-    """Return a sentence from plain text, which `cut` segments into words, or from one JSON object (see the module).
+def to_sentence(
+    record: Mapping[str, Any] | str, where: str, remarks: Remarks, segment: Segmenter = cut_words
+) -> Sentence:
+    """Return a sentence from plain text, which `segment` segments into words, or from one JSON object (see the module).
 
-    It has no context until `group_documents` is called.
+    The sentence has no context until `group_documents` is called.
 
     Raises:
         InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
             text or overlaps another.
     """
-    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
+    return _parse({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, segment)
 
 
-def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
+def _parse(record: Any, where: str, remarks: Remarks, segment: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {excerpt(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     if isinstance(reason := record.get("entities"), NoLabel):
         unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_parse(unlabeled, where, remarks, cut), missing_reason=reason)
-    refuse_label_ids(record, where)
+        return replace(_parse(unlabeled, where, remarks, segment), missing_reason=reason)
+    reject_label_ids(record, where)
     entities, tags = _first_present(record, _ENTITIES), _first_present(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # An empty text may have an empty list of tags.
@@ -61,7 +63,7 @@ def _parse(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentenc
     if text is not None and (has_no_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
-        sentence, tags = _from_text(text, where, cut), None
+        sentence, tags = _from_text(text, where, segment), None
     elif tokens is not None:
         if text is not None and entities is not None:
             tags = None
@@ -92,18 +94,18 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def from_records(
-    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
+    records: Iterable[tuple[str, int, Any]], remarks: Remarks, segment: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
     """Return sentences from (source, line number or 0, record); `tag_names` are the names of tag ids 0, 1, ..."""
     items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
     normalized = [record for _, _, record in items]
-    converted_records = convert_offsets(normalized, cut)
+    converted_records = convert_offsets(normalized, segment)
     sentences: list[Sentence] = []
     for (source, line, record), converted_record in zip(items, converted_records, strict=True):
         where = f"{source}:{line}" if line else source
         if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
-        sentences.append(replace(_parse(converted_record, where, remarks, cut), source=source, line=line))
+        sentences.append(replace(_parse(converted_record, where, remarks, segment), source=source, line=line))
     values = [sentence.missing_reason if sentence.tags is None else sentence.tags for sentence in sentences]
     merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
     return group_documents(
@@ -112,12 +114,11 @@ def from_records(
     )
 
 
-def from_lines(path: str, lines: list[str], cut: Segmenter) -> list[Sentence]:
+def from_lines(path: str, lines: list[str], segment: Segmenter) -> list[Sentence]:
     """Return one document per line; an empty line is an empty document."""
-    numbered_lines = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
-        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
-        for number, line in numbered_lines
+        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", segment), source=path, line=number)
+        for number, line in enumerate(lines if lines[-1] else lines[:-1], 1)
     ]
 
 
@@ -168,11 +169,11 @@ def _find_words(words: list[str], text: Any, where: str, conflicting_key: str) -
     return text, offsets
 
 
-def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
+def _from_text(text: Any, where: str, segment: Segmenter) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {excerpt(text)}; expected text.")
     text = replace_surrogates(text)
-    offsets = cut(text)
+    offsets = segment(text)
     words = [text[start:end] for start, end in offsets.tolist()]
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
 
@@ -197,10 +198,10 @@ def _parse_spans(entities: Any, text: str, where: str) -> list[tuple[int, int, s
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
             raise InputError(f"{location} is {excerpt(entity)}; expected {form}.")
-        kind = entity.get("type", entity.get("label"))
-        kind = kind.strip() if isinstance(kind, str) else kind
+        type_ = entity.get("type", entity.get("label"))
+        type_ = type_.strip() if isinstance(type_, str) else type_
         start, end = entity.get("start"), entity.get("end")
-        if not isinstance(kind, str) or not kind or type(start) is not int or type(end) is not int:
+        if not isinstance(type_, str) or not type_ or type(start) is not int or type(end) is not int:
             raise InputError(f"{location} is {excerpt(entity)}; expected {form}.")
         if not 0 <= start < end <= len(text):
             raise InputError(
@@ -213,12 +214,12 @@ def _parse_spans(entities: Any, text: str, where: str) -> list[tuple[int, int, s
                 f"{location} is {excerpt(expected)}, but {start} to {end} of the text is {excerpt(text[start:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
-        spans.append((start, end, kind))
+        spans.append((start, end, type_))
     spans.sort()
-    for (start, end, kind), (other_start, other_end, other_kind) in itertools.pairwise(spans):
+    for (start, end, type_), (other_start, other_end, other_type) in itertools.pairwise(spans):
         if other_start < end:
             raise InputError(
-                f"{where}: entities {kind} from {start} to {end} and {other_kind} from {other_start} to {other_end} "
+                f"{where}: entities {type_} from {start} to {end} and {other_type} from {other_start} to {other_end} "
                 f"overlap. A word can have one tag: keep one of them."
             )
     return spans
@@ -227,10 +228,10 @@ def _parse_spans(entities: Any, text: str, where: str) -> list[tuple[int, int, s
 def _check_alignment(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
     """Raise `InputError` unless entities begin and end with a token; if not, their offsets probably count tokens."""
     starts, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
-    for start, end, kind in spans:
+    for start, end, type_ in spans:
         if start not in starts or end not in ends:
             raise InputError(
-                f"{where}: the entity {kind} from {start} to {end} does not begin and end with a token. "
+                f"{where}: the entity {type_} from {start} to {end} does not begin and end with a token. "
                 f"Count characters of the tokens joined by spaces, not tokens; or give tags."
             )
 
@@ -241,13 +242,13 @@ def _make_tags(
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
     tags = ["O"] * len(offsets)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    next_free = 0  # index after the last word of an entity so far
-    for start, end, kind in spans:
+    next_free = 0  # index after the last word that is in an entity
+    for start, end, type_ in spans:
         first = int(np.searchsorted(ends, start, "right"))
         stop = int(np.searchsorted(starts, end, "left"))
         quoted = excerpt(text[start:end])
         if first >= stop:
-            raise InputError(f"{where}: the entity {kind} from {start} to {end} is {quoted}, which contains no word.")
+            raise InputError(f"{where}: the entity {type_} from {start} to {end} is {quoted}, which contains no word.")
         if stop <= next_free:
             remarks.add(
                 "an entity shares a word with the previous entity and is skipped; give `tokens` that separate them",
@@ -261,7 +262,7 @@ def _make_tags(
             )
         first = max(first, next_free)
         for word in range(first, stop):
-            tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
+            tags[word] = f"I-{type_}" if word > first else f"B-{type_}"
         next_free = stop
     return tags
 

@@ -27,7 +27,7 @@ class Sentence:
     offsets: np.ndarray | None = None  # int64 [W, 2], offsets of the words in `text`
     document: Sequence[Sequence[str]] = ()  # words of each sentence of its document, including this one
     index: int = 0  # index of this sentence in `document`
-    document_name: str | None = None  # name of its document, if the record has one
+    document_name: str | None = None  # name of its document, if the record has it
     id: Any = None  # id of the record
     from_spans: bool = False  # whether tags were made from character spans (then IOB2, whatever the file's scheme)
     missing_reason: NoLabel = UNLABELED  # why it has no tags, if `tags` is None
@@ -37,9 +37,9 @@ class Sentence:
         if not self.document:
             object.__setattr__(self, "document", [self.words])
 
-    def where(self, word: int = 0) -> str:
+    def where(self, word_index: int = 0) -> str:
         """Return file and line of a word, for messages."""
-        return f"{self.source}:{self.line + word * self.one_word_per_line}" if self.line else self.source
+        return f"{self.source}:{self.line + word_index * self.one_word_per_line}" if self.line else self.source
 
     def text_and_offsets(self) -> tuple[str, np.ndarray]:
         """Return (text, int64 [W, 2]: start and end, exclusive, of each word in it, in characters)."""
@@ -74,8 +74,8 @@ def group_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
     grouped: list[Sentence] = []
     for sentence in sentences:
         previous_name = grouped[-1].document_name if grouped else None
-        extends = sentence.document_name is not None and sentence.document_name == previous_name
-        document: list[Sequence[str]] = grouped[-1].document if extends else []  # pyright: ignore[reportAssignmentType]
+        continues = sentence.document_name is not None and sentence.document_name == previous_name
+        document: list[Sequence[str]] = grouped[-1].document if continues else []  # pyright: ignore[reportAssignmentType]
         document.append(sentence.words)
         grouped.append(replace(sentence, document=document, index=len(document) - 1))
     return grouped

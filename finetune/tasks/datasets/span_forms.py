@@ -34,7 +34,7 @@ def normalize_record(record: Any) -> Any:
         record = record if record.keys() & {*_ENTITIES, *_TAGS} else {**record, "entities": []}
     if reason is not None:
         return {**record, "entities": reason}
-    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES
+    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES  # Label Studio's short form: any key
     spans_key = next((key for key in keys if _has_spans(record, key)), None)
     if spans_key is None:
         return record
@@ -44,24 +44,24 @@ def normalize_record(record: Any) -> Any:
     }
 
 
-def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
+def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
     """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
 
-    Only records with characters outside the BMP, such as emoji, are considered: in others, both offsets are equal.
+    Only records with characters outside the BMP, such as emoji, are considered: in others, both kinds of offsets agree.
     """
-    converted_records, gain = list(records), 0
+    converted_records, extra_matches = list(records), 0
     for index, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
             continue
         indices = utf16_indices(text)
         converted = [_with_code_points(span, indices) for span in spans]
-        starts, ends = (set(edges) for edges in cut(replace_surrogates(text)).T.tolist())
+        starts, ends = (set(edges) for edges in segment(replace_surrogates(text)).T.tolist())
         for candidates, sign in ((spans, -1), (converted, 1)):
             bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
-            gain += sign * sum(start in starts and end in ends for start, end in bounds)
+            extra_matches += sign * sum(start in starts and end in ends for start, end in bounds)
         converted_records[index] = {**record, "entities": converted}
-    return converted_records if gain > 0 else records
+    return converted_records if extra_matches > 0 else records
 
 
 def _with_code_points(span: Any, indices: Sequence[int]) -> Any:

@@ -23,7 +23,7 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
             candidates.append(text)
         seen |= text_classes
     count = min(count, len(candidates))
-    # Choose `count` evenly spaced candidates, at each of which the quota rises.
+    # Choose `count` evenly spaced candidates: each one at which the quota rises.
     quota = [index * count // max(1, len(candidates)) for index in range(len(candidates) + 1)]
     chosen = {candidates[index] for index in range(len(candidates)) if quota[index + 1] > quota[index]}
     return [text in chosen for text in texts]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, NoLabel, left_out_line, unused_reason
+from finetune.tasks.datasets.annotations import UNLABELED, NoLabel, skipped_summary, unused_reason
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.surrogates import check_surrogates
 from finetune.tasks.datasets.tables import json_values, read_table
@@ -67,8 +67,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     `handle_bad_answers`.
 
     Args:
-        path: the file.
-        labeled: skip unlabeled questions (neither answers nor is_impossible), and log their number.
+        labeled: whether to skip unlabeled questions (neither answers nor is_impossible), and log their number.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
@@ -92,7 +91,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         locations[question.id] = location
         context = contexts.setdefault(question.context, question.context)
         questions.append(replace(question, context=context))
-    line = left_out_line(path, len(questions) + len(reasons), reasons) if reasons else ""
+    line = skipped_summary(path, len(questions) + len(reasons), reasons) if reasons else ""
     if not questions:
         raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
     if line:
@@ -122,7 +121,7 @@ def handle_bad_answers(
     Args:
         questions: labeled or not.
         path: their file, for messages.
-        policy: raise an error for bad answers, or skip them.
+        policy: whether to raise an error for bad answers, or to skip them.
         training: whether this is the training set.
 
     Raises:
@@ -180,7 +179,7 @@ def _answer_error(context: str, answer: Answer, *, training: bool) -> str:
     if nearest := sorted((abs(position - start), position) for position in starts if position >= 0):
         return f"{error}; it is at {nearest[0][1]}"
     if "".join(text.split()) == "".join(actual.split()):
-        return f"{error}; only white space differs"
+        return f"{error}; only whitespace differs"
     return f"{error}; the context does not contain it"
 
 
@@ -212,7 +211,7 @@ def _read_json(path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _question_records(item: dict[str, Any], location: str, default_id: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location, record, context) for every question of an article, paragraph or flat record; none for others."""
+    """Yield (location, record, context) for every question of `item`: an article, a paragraph or a flat record."""
     if "paragraphs" in item:
         for index, paragraph in enumerate(_expect_list(item, "paragraphs", location)):
             where = f"{location}.paragraphs[{index}]"
@@ -370,8 +369,8 @@ def _expect_string(value: Any, name: str, location: str) -> str:
     return value
 
 
-def _expect_list(holder: dict[str, Any], key: str, location: str) -> list[Any]:
-    value = holder.get(key)
+def _expect_list(record: dict[str, Any], key: str, location: str) -> list[Any]:
+    value = record.get(key)
     if not isinstance(value, list):
         raise InputError(f"{location}: {key} is {_describe(value)}; expected a list.")
     return value

@@ -24,9 +24,9 @@ def check_surrogates(text: str, name: str, where: str) -> None:
     """Raise `InputError` if `text` has a lone surrogate."""
     if text.isascii():
         return
-    if half := _SURROGATES.search(text):
+    if match := _SURROGATES.search(text):
         raise InputError(
-            f"{where}: {name} has half of a surrogate pair at character {half.start()} (\\u{ord(half[0]):x}). "
+            f"{where}: {name} has half of a surrogate pair at character {match.start()} (\\u{ord(match[0]):x}). "
             "Write the whole character."
         )
 

@@ -20,8 +20,8 @@ Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
 
 @dataclass(frozen=True)
-class TableFormat:
-    """Format of a file. Empty values are determined by its suffix."""
+class TableLayout:
+    """Layout of a file of rows. Empty values are determined by its suffix."""
 
     format: Format = ""
     encoding: str = "utf-8"  # a byte-order mark is skipped

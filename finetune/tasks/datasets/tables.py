@@ -14,7 +14,7 @@ from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import iterate_lines, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, reject_spreadsheet
 from finetune.tasks.datasets.surrogates import replace_surrogates
-from finetune.tasks.datasets.table import Converter, Format, Key, RequestedColumns, Table, TableFormat, excerpt, listing
+from finetune.tasks.datasets.table import Converter, Format, Key, RequestedColumns, Table, TableLayout, excerpt, listing
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -27,7 +27,7 @@ _FORMATS: dict[str, Format] = {
     ".parquet": "parquet",
 }
 
-_BY_SUFFIX = TableFormat()  # format determined by the suffix
+_BY_SUFFIX = TableLayout()  # format determined by the suffix
 _ENCODING_ADVICE = ", or set `encoding`, such as latin-1"
 
 
@@ -35,7 +35,7 @@ def read_table(
     path: Path | str,
     columns: Sequence[Key],
     *,
-    layout: TableFormat = _BY_SUFFIX,
+    layout: TableLayout = _BY_SUFFIX,
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
     skip_if_repeated: Collection[Key] = (),
@@ -76,8 +76,8 @@ def _merge_annotators(table: Table, convert: Converter) -> Table:
     """Merge each example's rows in Label Studio's CSV, one per annotator, into one with the label they agree on."""
     rows = [dict(zip(table.columns, row, strict=True)) for row in zip(*table.columns.values(), strict=True)]
     records = [{**other_cells, **row} for other_cells, row in zip(table.other_cells, rows, strict=True)]
-    merged = convert(records, table.where)
-    return replace(table, columns={key: [row.get(key) for row in merged] for key in table.columns})
+    merged_rows = convert(records, table.where)
+    return replace(table, columns={key: [row.get(key) for row in merged_rows] for key in table.columns})
 
 
 def read_lines(path: Path | str, encoding: str = "utf-8") -> Table:
@@ -93,14 +93,14 @@ def format_of(path: Path | str) -> Format:
 
 
 def _expect_format(path: Path) -> Format:
-    found = format_of(path)
+    file_format = format_of(path)
     reject_spreadsheet(path)
-    if not found:
+    if not file_format:
         raise InputError(
             f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename the file to one of "
             f"{', '.join(_FORMATS)}."
         )
-    return found
+    return file_format
 
 
 def json_values(path: Path, text: str, file_format: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
@@ -111,7 +111,7 @@ def json_values(path: Path, text: str, file_format: Format) -> tuple[str, Iterat
     document = _parse_document(text) if file_format == "json" else None
     if isinstance(document, list):
         return ": record ", enumerate(document, 1)
-    return ":", _line_records(path, text, document)
+    return ":", _numbered_values(path, text, document)
 
 
 def _read_json(
@@ -129,9 +129,9 @@ def _read_json(
     cells: dict[Key, list[Any]] = {}
     other_cells: list[dict[str, Any]] = []
     if requested.read_all:
-        found = {key for record in records for column in requested.columns if (key := requested.find(column, record))}
-        rest = [{key: value for key, value in record.items() if key not in found} for record in records]
-        other_cells = json.loads(replace_surrogates(json.dumps(rest, ensure_ascii=False)))
+        used = {key for record in records for column in requested.columns if (key := requested.find(column, record))}
+        others = [{key: value for key, value in record.items() if key not in used} for record in records]
+        other_cells = json.loads(replace_surrogates(json.dumps(others, ensure_ascii=False)))
     table = Table(cells, str(path), numbers, separator, other_cells=other_cells)
     for column in requested.columns:
         names = [requested.find(column, record) for record in records]
@@ -153,7 +153,7 @@ def _parse_document(text: str) -> Any:
         return None
 
 
-def _line_records(path: Path, text: str, document: Any) -> Iterator[tuple[int, Any]]:
+def _numbered_values(path: Path, text: str, document: Any) -> Iterator[tuple[int, Any]]:
     if document is not None:
         yield 1, document
         return

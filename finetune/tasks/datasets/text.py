@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from finetune.tasks.datasets.arrays import concatenate_ranges, unique_strings
 from pretrain.common.errors import InputError
 
-_CHUNK = 4096  # strings per tokenizer call, to limit memory: encodings take 100 times the memory of their ids
-_WORDS_PER_LINE = 64  # distinct words per string to encode; one word per string would be slow
+_BATCH_SIZE = 4096  # strings per tokenizer call; a limit, since encodings take 100 times the memory of ids
+_WORDS_PER_LINE = 64  # distinct words joined into one string to encode; one word per string would be slow
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TextEncoder:
 
     Args:
         tokenizer: a tokenizer with its post-processor; its truncation and padding are disabled.
-        max_length: maximum tokens per window, special tokens included.
+        max_length: maximum number of tokens per window, special tokens included.
         segments: whether the model has a token type for each text of a pair; if not, all tokens have type 0.
     """
 
@@ -44,7 +44,7 @@ class TextEncoder:
         # Encode a pair to find the special tokens before, between and after its halves, for any family.
         pair = tokenizer.encode("a", "a")
         ids = np.array(pair.ids, np.int32)
-        first, second = ([n for n, half in enumerate(pair.sequence_ids) if half == index] for index in (0, 1))
+        first, second = ([n for n, sequence in enumerate(pair.sequence_ids) if sequence == index] for index in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
                 "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
@@ -99,20 +99,20 @@ class TextEncoder:
         lines = [" ".join(words[n : n + _WORDS_PER_LINE]) for n in range(0, len(words), _WORDS_PER_LINE)]
         encoded = self.encode_whole(lines)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
-        ends = np.cumsum(lengths + 1)
-        begins = ends - lengths - 1  # character offset of each word in all lines, joined with spaces
+        word_ends = np.cumsum(lengths + 1)
+        word_starts = word_ends - lengths - 1  # character offset of each word in all lines, joined with spaces
         line_T = np.repeat(np.arange(len(lines)), np.diff(encoded.starts))
-        offset_T = encoded.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
-        word_T = np.searchsorted(ends, offset_T, side="right")
-        word_offset_T = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)  # in its line
+        offset_T = encoded.offsets[:, 0] + word_starts[line_T * _WORDS_PER_LINE]
+        word_T = np.searchsorted(word_ends, offset_T, side="right")
+        word_offset_T = (word_starts[word_T] - word_starts[line_T * _WORDS_PER_LINE]).astype(np.int32)  # in its line
         starts = np.searchsorted(word_T, np.arange(len(words) + 1))
         return TokenizedTexts(encoded.ids, starts, encoded.offsets - word_offset_T[:, None]), lengths
 
     def encode_whole(self, texts: list[str]) -> TokenizedTexts:
         """Tokenize each string as a whole, without special tokens, with offsets."""
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
-        for first in range(0, len(texts), _CHUNK):
-            for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
+        for first in range(0, len(texts), _BATCH_SIZE):
+            for encoding in self.tokenizer.encode_batch(texts[first : first + _BATCH_SIZE], add_special_tokens=False):
                 ids.append(np.array(encoding.ids, np.int32))
                 offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
         starts = np.cumsum([len(chunk_ids) for chunk_ids in ids], dtype=np.int64)
@@ -143,14 +143,14 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     parts.append(_repeat(encoder.suffix, count))
     lengths_PF = np.stack([length for _, _, length in parts])  # P parts per window
     starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
-    begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
+    starts_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
     ids = np.empty(starts[-1], np.int32)
-    for (source, start, length), target in zip(parts, begins_PF, strict=True):
+    for (source, start, length), target in zip(parts, starts_PF, strict=True):
         ids[concatenate_ranges(target, length)] = source[concatenate_ranges(start, length)]
     types = np.zeros(len(ids), np.uint8)
     if second is not None and encoder.segments:
-        types[concatenate_ranges(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
-    return FramedWindows(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
+        types[concatenate_ranges(starts_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
+    return FramedWindows(ids, types, starts, starts_PF[1], starts_PF[3] if second is not None else starts_PF[2])
 
 
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:

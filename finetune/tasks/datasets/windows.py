@@ -4,7 +4,7 @@ import numpy as np
 
 
 def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents of `lengths` tokens into overlapping windows: (index of document, start, length), int64 [F] each.
+    """Cut documents of `lengths` tokens into windows; return (index of document, start, length), int64 [F] each.
 
     A document of at most `capacity` tokens, or an empty one, is one window. In a longer one, each window starts
     `capacity - overlap` tokens after the previous one; the last stops at the document's end (google-research/bert
@@ -13,25 +13,25 @@ def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tupl
     capacity = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
     stride = np.maximum(capacity - overlap, 1)
     counts = 1 + np.maximum(0, -(-(lengths - capacity) // stride))
-    document = np.repeat(np.arange(len(lengths)), counts)
-    index = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = index * stride[document]
-    return document, start, np.minimum(capacity[document], lengths[document] - start)
+    document_F = np.repeat(np.arange(len(lengths)), counts)
+    index_F = np.arange(len(document_F)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start_F = index_F * stride[document_F]
+    return document_F, start_F, np.minimum(capacity[document_F], lengths[document_F] - start_F)
 
 
 def cut_pairs(
-    first: np.ndarray, second: np.ndarray, capacity: int, overlap: int
+    first_lengths: np.ndarray, second_lengths: np.ndarray, capacity: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut pairs of documents of `first` and `second` tokens, int64 [N] each, into windows.
+    """Cut pairs of documents, given their numbers of tokens, int64 [N] each, into windows.
 
     If the shorter document fits in half of the window, every window contains it, and the longer one slides through the
     rest. If both are longer than half a window, each slides through one half, with half the overlap. Windows at the
     same relative position are paired, so the longer document determines their number.
 
     Returns:
-        (index of pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.
+        (index of pair, start in the first document, length, start in the second, length), int64 [F], in order of pairs.
     """
-    shorter, longer = np.minimum(first, second), np.maximum(first, second)
+    shorter, longer = np.minimum(first_lengths, second_lengths), np.maximum(first_lengths, second_lengths)
     # Rows: index of pair; start and length in the shorter document; start and length in the longer one.
     windows = np.concatenate(
         [
@@ -40,27 +40,27 @@ def cut_pairs(
         ],
         axis=1,
     )
-    pair, *spans = windows[:, np.argsort(windows[0], kind="stable")]
-    swapped = (first > second)[pair]
+    pair, *ranges = windows[:, np.argsort(windows[0], kind="stable")]
+    is_first_longer = (first_lengths > second_lengths)[pair]
     return (
         pair,
-        np.where(swapped, spans[2], spans[0]),
-        np.where(swapped, spans[3], spans[1]),
-        np.where(swapped, spans[0], spans[2]),
-        np.where(swapped, spans[1], spans[3]),
+        np.where(is_first_longer, ranges[2], ranges[0]),
+        np.where(is_first_longer, ranges[3], ranges[1]),
+        np.where(is_first_longer, ranges[0], ranges[2]),
+        np.where(is_first_longer, ranges[1], ranges[3]),
     )
 
 
-def select_evenly(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
-    """Return the indices of at most `limit` windows of each of `count` examples, evenly spaced from first to last.
+def select_evenly(examples: np.ndarray, num_examples: int, limit: int) -> np.ndarray:
+    """Return the indices of at most `limit` windows of each of N examples, evenly spaced from the first to the last.
 
     `examples`, int64 [F] and ascending, has the index of each window's example; each example has at least one window.
     """
-    counts = np.bincount(examples, minlength=count)
-    kept = np.minimum(counts, limit)
-    example, index = _index_in_groups(kept)
-    steps = np.maximum(kept - 1, 1)[example]
-    index = (2 * index * (counts[example] - 1) + steps) // (2 * steps)  # the quotient is rounded
+    counts = np.bincount(examples, minlength=num_examples)
+    num_kept = np.minimum(counts, limit)
+    example, index = _index_in_groups(num_kept)
+    steps = np.maximum(num_kept - 1, 1)[example]
+    index = (2 * index * (counts[example] - 1) + steps) // (2 * steps)  # rounded, not truncated
     return (np.cumsum(counts) - counts)[example] + index
 
 

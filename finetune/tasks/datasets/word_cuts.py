@@ -6,8 +6,8 @@ The model tags the first token of each word, so plain text must be segmented lik
 The segmenter is a unigram model of words. A word is one or more of the pieces into which `cut_words` splits text. Each
 piece has a class (word, number, initial, ideograph, or letter of another script without spaces) or is a symbol. A
 word's probability is a product over trigrams of classes and symbols. Words of several pieces that occur more than once
-("Mr.", "'s") are also counted whole. Text is split at white space, and each chunk into its most probable words by
-Viterbi.
+("Mr.", "'s") are also counted whole. Text is split at whitespace, and each chunk into its most probable words by
+the Viterbi algorithm.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common import scripts
 
-_MAX_ENTRIES = 5000  # maximum entries of the cache, and of each table of counts (the most frequent ones)
-_MAX_PIECES = 48  # maximum pieces of a word
+_MAX_ENTRIES = 5000  # maximum number of entries of the cache, and of each table of counts (the most frequent)
+_MAX_PIECES = 48  # maximum number of pieces of a word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
 _KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
@@ -40,7 +40,7 @@ _NT = "n't"
 _NT_AT_WORD_END = re.compile(rf"{_NT}(?!\w)")
 
 
-class WordCuts:
+class WordSegmenter:
     """Segments text into words like the training set from which it was learned.
 
     Args:
@@ -66,8 +66,8 @@ class WordCuts:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     @classmethod
-    def learn(cls, words: Iterable[str]) -> WordCuts:
-        """Learn from all words of a training set, with repetitions. Words that contain white space are ignored."""
+    def learn(cls, words: Iterable[str]) -> WordSegmenter:
+        """Learn from all words of a training set, with repetitions. Words that contain whitespace are ignored."""
         trigrams: Counter[tuple[str, str, str]] = Counter()
         compounds: Counter[str] = Counter()
         total = 0
@@ -88,7 +88,7 @@ class WordCuts:
         return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(compounds.most_common(_MAX_ENTRIES)))
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> WordCuts:
+    def from_state(cls, state: Mapping[str, Any]) -> WordSegmenter:
         """Restore from the return value of `state`."""
         return cls(
             state["total"],
@@ -118,7 +118,7 @@ class WordCuts:
         return spans[np.argsort(spans[:, 0])]
 
     def _word_ends(self, chunk: str) -> tuple[int, ...]:
-        """Return the end of each word of `chunk`, which has no white space, in characters."""
+        """Return the character index after each word of `chunk`, which has no whitespace."""
         ends = self._cache.get(chunk)
         if ends is None:
             if len(self._cache) > _MAX_ENTRIES:
@@ -127,21 +127,21 @@ class WordCuts:
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        """Split a chunk into its most probable words; return the end of each."""
+        """Split a chunk into its most probable words; return the character index after each."""
         bounds = self._possible_bounds(chunk)
         pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
         # [n]: log probability of the best segmentation of the first n pieces, and the first piece of its last word.
-        log_best, last_word = [0.0, *[-math.inf] * count], [0] * (count + 1)
+        log_best, last_word_start = [0.0, *[-math.inf] * count], [0] * (count + 1)
         for first in range(count):
             for end, log_probability in self._candidates(chunk, bounds, pieces, classes, first):
                 if log_best[first] + log_probability > log_best[end]:
-                    log_best[end], last_word[end] = log_best[first] + log_probability, first
+                    log_best[end], last_word_start[end] = log_best[first] + log_probability, first
         ends = []
         while count:
             ends.append(bounds[count])
-            count = last_word[count]
+            count = last_word_start[count]
         return tuple(reversed(ends))
 
     def _candidates(

@@ -12,10 +12,10 @@ _SPACE, _WORD_PART, _SINGLE, _MARK = range(4)  # kinds of characters; a _SINGLE 
 def cut_words(text: str) -> np.ndarray:
     """Return int64 [W, 2]: start and end (exclusive) of each word of `text`, in characters.
 
-    Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
+    Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): whitespace separates words;
     each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike in BERT, each
     symbol (currency, arrow, emoji) is a word too, because entities end at them, and so is each letter of a script
-    without spaces (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the character before.
+    without spaces (kana, Thai, Khmer). Marks, joiners and control characters belong to the character before them.
     """
     if not text:
         return np.zeros((0, 2), np.int64)
@@ -28,8 +28,8 @@ def cut_words(text: str) -> np.ndarray:
     has_no_base = (kinds == _MARK) & (base_kinds == _SPACE)
     final_kinds = np.where(has_no_base, _WORD_PART, base_kinds)
     previous = np.concatenate([[_SPACE], final_kinds[:-1]])
-    splits = (kinds != _MARK) & ((final_kinds == _SINGLE) | (previous == _SINGLE))
-    is_start = (final_kinds != _SPACE) & ((previous == _SPACE) | splits)
+    is_split = (kinds != _MARK) & ((final_kinds == _SINGLE) | (previous == _SINGLE))
+    is_start = (final_kinds != _SPACE) & ((previous == _SPACE) | is_split)
     starts = np.flatnonzero(is_start)
     stops = np.append(np.flatnonzero(is_start | (final_kinds == _SPACE)), len(text))
     return np.stack([starts, stops[np.searchsorted(stops, starts, "right")]], axis=1)

@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 Predictions = Sequence[Mapping[str, Any]]
 
 _BEGINS, _INSIDES = slice(1, None, 2), slice(2, None, 2)  # indices of the labels B-... and I-...
-PENALTIES = tuple(quarters / 4 for quarters in range(-4, 17))  # penalties of O to try on the dev set, in nats
+PENALTIES = tuple(quarters / 4 for quarters in range(-4, 17))  # penalties to try for O on the dev set, in nats
 
 
 def label_names(types: Sequence[str]) -> tuple[str, ...]:
@@ -39,7 +39,8 @@ class Decoder:
         """Return one prediction per example, as `Entities` describes it, from logits float32 [R, C]."""
         starts = _word_starts(examples)
         log_probabilities = self._log_probabilities(windows, logits, starts)
-        return _make_predictions(self.types, examples, starts, log_probabilities, self._tags(log_probabilities, starts))
+        tags = self._best_tags(log_probabilities, starts)
+        return _make_predictions(self.types, examples, starts, log_probabilities, tags)
 
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
         """Return the element of `PENALTIES` with the best `metric` on these labeled examples; ties: nearest to 0.
@@ -52,23 +53,23 @@ class Decoder:
         log_probabilities = self._log_probabilities(windows, logits, starts)
 
         def score_with(penalty: float) -> float:
-            tags = replace(self, outside_penalty=penalty)._tags(log_probabilities, starts)
+            tags = replace(self, outside_penalty=penalty)._best_tags(log_probabilities, starts)
             return _scores(gold, _tagged_sentences(self.types, tags, starts))[metric]
 
         return max(sorted(PENALTIES, key=abs), key=score_with)
 
     def _log_probabilities(self, windows: Windows, logits: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return log probabilities, float64 [W, C]. Words without a token can continue an entity but not start one."""
-        example = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
+        example_R = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
         result = np.zeros((starts[-1], len(self.types) * 2 + 1))
         result[:, _BEGINS] = -np.inf
-        result[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        result[starts[example_R] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return result
 
-    def _tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the label index of each word, int64 [W]."""
+    def _best_tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return the label indices of the most probable tags after the penalty, int64 [W]."""
         penalized = log_probabilities.copy()
         has_token = np.isfinite(log_probabilities).all(-1)
         penalized[:, 0] -= self.outside_penalty * has_token
@@ -76,43 +77,40 @@ class Decoder:
 
 
 def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the most probable IOB2 tags of N sentences (I-X only after B-X or I-X) by Viterbi's algorithm.
+    """Return the label indices of the most probable IOB2 tags (I-X only after B-X or I-X), by Viterbi; int64 [W].
 
     Args:
         log_probabilities: float64 [W, C] of the words of all sentences, in the order of `label_names`.
-        starts: int64 [N + 1], index of each sentence's first word, and finally W.
-
-    Returns:
-        int64 [W], label indices.
+        starts: int64 [N + 1], index of the first word of each of N sentences, and finally W.
     """
     lengths = np.diff(starts)
-    order = np.argsort(-lengths, kind="stable")  # longest first: sentences with a word at a position come first
-    first, lengths = starts[:-1][order], lengths[order]
+    order = np.argsort(-lengths, kind="stable")  # longest first: at each position, the sentences with a word come first
+    first_words, lengths = starts[:-1][order], lengths[order]
     num_active = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
-    outputs = log_probabilities.shape[1]
+    num_labels = log_probabilities.shape[1]
     pointers = np.zeros(log_probabilities.shape, np.int64)  # [word, label]: best label of the previous word
-    log_best = np.full((len(lengths), outputs), -np.inf)  # [sentence, label]: best sequence up to this label
+    log_best = np.full((len(lengths), num_labels), -np.inf)  # [sentence, label]: best sequence up to this label
     for position, active in enumerate(num_active):
-        words = first[:active] + position
+        words = first_words[:active] + position
         if position == 0:
-            best_before = np.zeros((active, outputs))
+            best_before = np.zeros((active, num_labels))
             best_before[:, _INSIDES] = -np.inf
         else:
             previous = log_best[:active]
             best = previous.argmax(-1)
             pointers[words] = best[:, None]
-            best_before = np.repeat(previous.max(-1)[:, None], outputs, axis=1)
+            best_before = np.repeat(previous.max(-1)[:, None], num_labels, axis=1)
             continues = previous[:, _INSIDES] > previous[:, _BEGINS]
             best_before[:, _INSIDES] = np.where(continues, previous[:, _INSIDES], previous[:, _BEGINS])
-            pointers[words, _INSIDES] = np.arange(1, outputs, 2) + continues
+            pointers[words, _INSIDES] = np.arange(1, num_labels, 2) + continues
         log_best[:active] = best_before + log_probabilities[words]
     tags = np.zeros(len(log_probabilities), np.int64)
-    last = log_best.argmax(-1)
+    labels = log_best.argmax(-1)
     for position in reversed(range(len(num_active))):
         active = num_active[position]
-        words = first[:active] + position
-        tags[words] = last[:active]
-        last[:active] = pointers[words, last[:active]]
+        words = first_words[:active] + position
+        tags[words] = labels[:active]
+        labels[:active] = pointers[words, labels[:active]]
     return tags
 
 
@@ -123,17 +121,17 @@ def _make_predictions(
     log_probabilities: np.ndarray,
     tags: np.ndarray,
 ) -> list[dict[str, Any]]:
-    names = np.array(label_names(types), object)[tags].tolist()
+    tag_names = np.array(label_names(types), object)[tags].tolist()
     predictions: list[dict[str, Any]] = [
-        {"entities": [], "tags": names[first:end]}
-        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        {"entities": [], "tags": tag_names[start:stop]}
+        for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
     spans = metrics.find_entities(_tagged_sentences(types, tags, starts))
     probability = np.exp(log_probabilities[np.arange(len(tags)), tags])
     summed = np.concatenate([[0.0], np.cumsum(probability)])
     scores = (summed[spans.end] - summed[spans.first]) / (spans.end - spans.first)
-    sentence = np.searchsorted(starts, spans.first, "right") - 1
-    for index, group in _equal_runs(sentence):
+    sentence_E = np.searchsorted(starts, spans.first, "right") - 1
+    for index, group in _equal_runs(sentence_E):
         text, offsets = examples[index].text_and_offsets()
         columns = (
             spans.types[group].tolist(),
@@ -192,7 +190,7 @@ def _gold_tags(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.
 def gold_and_predicted(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
 ) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
-    """Return (gold tags, predicted tags), with the same indices of types."""
+    """Return (gold tags, predicted tags), with equal type indices."""
     gold = _gold_tags(types, examples)
     return gold, metrics.encode_tags([prediction["tags"] for prediction in predictions], gold.names)
 
@@ -209,16 +207,16 @@ def _scores(gold: metrics.TaggedSentences, predicted: metrics.TaggedSentences) -
 
 
 def _as_field(word: str) -> str:
-    """Format a word or tag as one column for readers that split at white space."""
+    """Replace whitespace in a word or tag, since readers of columns split at it."""
     return "_".join(word.split()) or "_"
 
 
 def _equal_runs(values: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Yield (value, slice) of each run of equal values."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
-    for first, end in pairwise(edges):
-        if end > first:
-            yield int(values[first]), slice(first, end)
+    for start, stop in pairwise(edges):
+        if stop > start:
+            yield int(values[start]), slice(start, stop)
 
 
 def _entity(type_: str, text: str, offsets: np.ndarray, first: int, last: int, score: float) -> dict[str, Any]:

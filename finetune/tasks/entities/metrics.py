@@ -1,4 +1,4 @@
-"""Decode tags to entities, and score these as conlleval and both modes of seqeval do.
+"""Decode tags into entities, and score the entities as conlleval and both modes of seqeval do.
 
 Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
 concatenated words of all sentences (W words), because Python loops over 100,000 words or more are slow.
@@ -15,10 +15,10 @@ from finetune.tasks.datasets.arrays import concatenate_ranges
 from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
-"""Rules for decoding tags to entities.
+"""Rules for decoding tags into entities.
 
-    conlleval  every word that is not O belongs to an entity. A new one starts at B and S, after E, S and O, and
-               if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
+    conlleval  every word that is not O belongs to an entity. One starts at B and S, after E, S and O, and where
+               the type changes (startOfChunk, endOfChunk in Tjong Kim Sang's conlleval; seqeval's default mode)
     iob2       only B starts an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
 """
 
@@ -53,9 +53,7 @@ class EntitySpans:
 def encode_tags(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> TaggedSentences:
     """Encode the tags of `sentences` as integers; types that are not in `names` are appended.
 
-    Raises:
-        ValueError: a tag is not O and does not begin with B, I, E or S. As in seqeval, the type is the text after
-            the first hyphen, or `_` if there is none.
+    As in seqeval, the type is the text after the first hyphen, or `_` if there is none. Raises what `parse_tag` raises.
     """
     lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -115,7 +113,7 @@ def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np
 
 
 def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
-    """Return the indices of words whose prefix differs from what `scheme` requires for the entities of conlleval."""
+    """Return the indices of words whose prefix is not what `scheme` requires for the entities that conlleval finds."""
     return np.flatnonzero(write_prefixes(find_entities(tags), tags.starts, scheme) != tags.prefixes)
 
 
@@ -139,9 +137,9 @@ class EntityCounts:
     """Counts for precision, recall and F1 of K types."""
 
     names: tuple[str, ...]  # names of the types
-    gold: np.ndarray  # int64 [K], number of true entities of each type
+    gold: np.ndarray  # int64 [K], number of gold entities of each type
     predicted: np.ndarray  # int64 [K], number of predicted entities
-    correct: np.ndarray  # int64 [K], number of predicted entities with the start, end and type of a true one
+    correct: np.ndarray  # int64 [K], number of predicted entities with the start, end and type of a gold one
 
     @property
     def overall(self) -> dict[str, float]:
@@ -168,40 +166,41 @@ class EntityCounts:
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count gold and predicted entities, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    true, guesses, is_correct = _match(gold, predicted, rule)
+    gold_spans, predicted_spans, is_correct = _compare(gold, predicted, rule)
     num_types = len(predicted.names)
     return EntityCounts(
         predicted.names,
-        gold=np.bincount(true.types, minlength=num_types),
-        predicted=np.bincount(guesses.types, minlength=num_types),
-        correct=np.bincount(guesses.types[is_correct], minlength=num_types),
+        gold=np.bincount(gold_spans.types, minlength=num_types),
+        predicted=np.bincount(predicted_spans.types, minlength=num_types),
+        correct=np.bincount(predicted_spans.types[is_correct], minlength=num_types),
     )
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
     """Return the 95 % bootstrap interval of f1 over all entities, from resampled sentences."""
-    true, guesses, is_correct = _match(gold, predicted, "conlleval")
+    gold_spans, predicted_spans, is_correct = _compare(gold, predicted, "conlleval")
     num_sentences = len(gold.starts) - 1
     # A word is in the last sentence that starts at or before it; empty sentences have no words.
-    first_words = (true.first, guesses.first, guesses.first[is_correct])
+    first_words = (gold_spans.first, predicted_spans.first, predicted_spans.first[is_correct])
     indices = (np.searchsorted(gold.starts, first, "right") - 1 for first in first_words)
-    true_counts, predicted_counts, correct_counts = (np.bincount(index, minlength=num_sentences) for index in indices)
+    gold_counts, predicted_counts, correct_counts = (np.bincount(index, minlength=num_sentences) for index in indices)
 
-    def f1(rows: np.ndarray) -> float:
-        sums = (int(counts[rows].sum()) for counts in (correct_counts, predicted_counts, true_counts))
+    def f1(sentences: np.ndarray) -> float:
+        sums = (int(counts[sentences].sum()) for counts in (correct_counts, predicted_counts, gold_counts))
         return precision_recall_f1(*sums)["f1"]
 
     return bootstrap(f1, num_sentences)
 
 
-def _match(
+def _compare(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
-    """Return (true entities, predicted entities, whether each predicted entity is correct, bool)."""
-    true, guesses = find_entities(gold, rule), find_entities(predicted, rule)
+    """Return (gold entities, predicted entities, bool array: whether each predicted entity is correct)."""
+    gold_spans, predicted_spans = find_entities(gold, rule), find_entities(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
-    end[true.first], types[true.first] = true.end, true.types
-    return true, guesses, (end[guesses.first] == guesses.end) & (types[guesses.first] == guesses.types)
+    end[gold_spans.first], types[gold_spans.first] = gold_spans.end, gold_spans.types
+    first = predicted_spans.first
+    return gold_spans, predicted_spans, (end[first] == predicted_spans.end) & (types[first] == predicted_spans.types)
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
@@ -220,7 +219,7 @@ def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, fl
 
 
 def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each word, (prefix of the previous word, O if none; whether its type is the same), [W] each."""
+    """Return each word's previous prefix (O at the start of a sentence) and whether it has the previous type, [W]."""
     previous, same_type = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same_type[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     first_words = tags.starts[:-1][tags.starts[:-1] < len(tags)]
@@ -229,6 +228,6 @@ def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_any(prefixes: np.ndarray, *members: int) -> np.ndarray:
-    table = np.zeros(len(PREFIXES), bool)
-    table[list(members)] = True
-    return table[prefixes]
+    is_member = np.zeros(len(PREFIXES), bool)
+    is_member[list(members)] = True
+    return is_member[prefixes]

@@ -9,11 +9,11 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from finetune.tasks.datasets import splits
-from finetune.tasks.datasets.annotations import left_out_line
+from finetune.tasks.datasets.annotations import skipped_summary
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence
 from finetune.tasks.datasets.surrogates import check_surrogates, replace_surrogates
-from finetune.tasks.datasets.word_cuts import WordCuts
+from finetune.tasks.datasets.word_cuts import WordSegmenter
 from finetune.tasks.datasets.words import cut_words
 from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
@@ -32,7 +32,7 @@ class SentenceSource:
     """Reads the sentences of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
-        state: what `state()` of the trained model returned; None before training.
+        state: return value of `state()` of the trained model; None before training.
 
     Attributes:
         types: entity types in the order of the labels; () until they are known.
@@ -44,21 +44,21 @@ class SentenceSource:
         self.types: tuple[str, ...] = tuple(state["types"]) if state else settings.labels
         self.remarks: list[str] = []
         self._scheme: metrics.Scheme | None = settings.scheme if settings.scheme != "auto" else None
-        self._cuts: WordCuts | None = None
+        self._segmenter: WordSegmenter | None = None
         if state and self._scheme is None:
             self._scheme = state["scheme"]
         if state and "word_cuts" in state:  # older models do not have it
-            self._cuts = WordCuts.from_state(state["word_cuts"])
-        self._is_trained = state is not None
+            self._segmenter = WordSegmenter.from_state(state["word_cuts"])
+        self._is_fitted = state is not None
 
     @property
-    def cut(self) -> Segmenter:
+    def segment(self) -> Segmenter:
         """Function that segments plain text into words like the training set."""
-        return self._cuts or cut_words
+        return self._segmenter or cut_words
 
     def state(self) -> dict[str, Any]:
-        """Return the "types" in the order of the labels, the "scheme" of the files, "word_cuts": `WordCuts.state()`."""
-        cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
+        """Return "types" in label order, the "scheme" of the files and "word_cuts" (`WordSegmenter.state`)."""
+        cuts = {"word_cuts": self._segmenter.state()} if self._segmenter else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
     def read_train(self) -> list[Sentence]:
@@ -66,8 +66,8 @@ class SentenceSource:
         if not self._settings.train:
             raise InputError("train: empty. Set it to the file of labeled training sentences.")
         sentences = self._read(self._settings.train, labeled=True, use="train")
-        self._cuts = WordCuts.learn(chain.from_iterable(sentence.words for sentence in sentences))
-        self._is_trained = True
+        self._segmenter = WordSegmenter.learn(chain.from_iterable(sentence.words for sentence in sentences))
+        self._is_fitted = True
         return self._select(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
@@ -77,7 +77,7 @@ class SentenceSource:
         return self.read(self._settings.dev, labeled=True, use="dev") if self._settings.dev else []
 
     def _select(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
-        """Return the sentences that `dev_share` holds out, stratified by entity type, or the others."""
+        """Return the sentences that `dev_share` holds out by entity type, or if not `held_out` the rest."""
         share = self._settings.dev_share
         types = [{metrics.parse_tag(tag)[1] for tag in sentence.tags or () if tag != "O"} for sentence in sentences]
         texts = ["\0".join(sentence.words) for sentence in sentences]
@@ -92,7 +92,7 @@ class SentenceSource:
 
     def read(self, path: str, *, labeled: bool, plain: bool = False, use: FileUse = "other") -> list[Sentence]:
         """Read another file; with `plain`, a .txt may have one document per line."""
-        if not self._is_trained:
+        if not self._is_fitted:
             self.read_train()
         return self._read(path, labeled=labeled, plain=plain, use=use)
 
@@ -106,7 +106,7 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             plain=plain,
-            cut=cut_words if use == "train" else self.cut,
+            segment=cut_words if use == "train" else self.segment,
             tag_names=settings.tag_names,
         )
         if settings.document_context:
@@ -115,7 +115,7 @@ class SentenceSource:
         lines = []
         if labeled and len(tagged) < len(sentences):
             reasons = (sentence.missing_reason for sentence in sentences if sentence.tags is None)
-            lines.append(left_out_line(path, len(sentences), reasons))
+            lines.append(skipped_summary(path, len(sentences), reasons))
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
@@ -139,7 +139,7 @@ class SentenceSource:
         converted = tag_names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
         pairs = zip(sentences, bounds, strict=True)
-        return [replace(sentence, tags=converted[first:end]) for sentence, (first, end) in pairs]
+        return [replace(sentence, tags=converted[start:stop]) for sentence, (start, stop) in pairs]
 
     def _find_scheme(
         self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool
@@ -147,8 +147,8 @@ class SentenceSource:
         """Return the tagging scheme of a file; detect it if it is not known or if the file differs."""
         scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval finds the same entities in both.
-        differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
-        if scheme is None or differs:
+        has_other_scheme = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
+        if scheme is None or has_other_scheme:
             scheme = metrics.detect_scheme(tags)
             if is_train:
                 self._scheme = scheme
@@ -168,13 +168,13 @@ class SentenceSource:
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
-        word = int(np.flatnonzero(unknown[tags.types])[0])
+        word_index = int(np.flatnonzero(unknown[tags.types])[0])
         if remarks is not None:
             names = ", ".join(name for name in tags.names if name not in self.types)
             remark = f"the model does not know the types {names}; they stay in the gold labels and count as missed"
-            return remarks.add(remark, _location(sentences, tags, word))
+            return remarks.add(remark, _location(sentences, tags, word_index))
         raise InputError(
-            f"{_location(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
+            f"{_location(sentences, tags, word_index)}: the type {tags.names[tags.types[word_index]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
             f"Correct it, or train with `labels` set to all types."
         )
@@ -234,7 +234,7 @@ def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
             seen.add(name)
 
 
-def _location(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
-    """Return file and line of the word with this index, counted over all sentences."""
-    index = int(np.searchsorted(tags.starts, word, "right")) - 1
-    return sentences[index].where(word - int(tags.starts[index]))
+def _location(sentences: list[Sentence], tags: metrics.TaggedSentences, word_index: int) -> str:
+    """Return the file and line of a word, given its index over all sentences."""
+    index = int(np.searchsorted(tags.starts, word_index, "right")) - 1
+    return sentences[index].where(word_index - int(tags.starts[index]))

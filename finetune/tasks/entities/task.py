@@ -39,7 +39,7 @@ class Entities(Task[Sentence]):
     `start` and `end` (exclusive) are indices of characters in the text, or in the tokens joined by spaces if there is
     no text; `last_word` is inclusive. `score` is the mean probability of the words' tags.
 
-    Plain text is segmented into words like the training set (see `WordCuts`).
+    Plain text is segmented into words like the training set (see `WordSegmenter`).
     """
 
     kind = "entities"
@@ -107,7 +107,7 @@ class Entities(Task[Sentence]):
         """Return a sentence, without context, from a string, {"text": ...} or {"tokens": [...]}; labels are ignored."""
         if isinstance(record, Mapping):
             record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return to_sentence(record, where, Remarks(), self._source.cut)
+        return to_sentence(record, where, Remarks(), self._source.segment)
 
     def with_context(
         self, examples: Sequence[Sentence], *, is_end_of_input: bool
@@ -150,11 +150,11 @@ class Entities(Task[Sentence]):
         """Return conlleval's input file; {} for unlabeled plain text, which has no official segmentation into words."""
         if all(example.from_text and example.tags is None for example in examples):
             return {}
-        return {".tags.conll": decoding.conll_columns(*_with_gold_tags(examples, predictions))}
+        return {".tags.conll": decoding.conll_columns(*_labeled_only(examples, predictions))}
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return precision, recall and f1 (as conlleval), macro_f1, strict_* (seqeval's strict mode), and accuracy."""
-        examples, predictions = _with_gold_tags(examples, predictions)
+        examples, predictions = _labeled_only(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
         gold, predicted = [example.tags for example in examples], [prediction["tags"] for prediction in predictions]
         return scores | custom_score(self.settings.metric, gold, predicted)
@@ -165,7 +165,7 @@ class Entities(Task[Sentence]):
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-        return decoding.details(self._source.types, *_with_gold_tags(examples, predictions))
+        return decoding.details(self._source.types, *_labeled_only(examples, predictions))
 
     # ------------------------------------------------------------ windows: F windows of N examples, R query positions
 
@@ -177,8 +177,8 @@ class Entities(Task[Sentence]):
         capacity = encoder.capacity(pair=False)
         if capacity < 1:
             raise InputError(f"max_length: windows of {encoder.max_length} tokens have no room for a word. Raise it.")
-        sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
-        example_F, start_F, length_F = self._cut(sentences, capacity)
+        sentences = _tokenize(examples, encoder, with_documents=bool(self.settings.document_context))
+        example_F, start_F, length_F = self._window_ranges(sentences, capacity)
         window_R, word_R = _assign_words(sentences, example_F, start_F, length_F)
         # A window inside one very long word has no query position.
         is_kept = np.bincount(window_R, minlength=len(example_F)) > 0
@@ -200,8 +200,8 @@ class Entities(Task[Sentence]):
             extra={"word": word_in_sentence},
         )
 
-    def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (index of example, first token, number of tokens) of each window, int64 [F] each."""
+    def _window_ranges(self, sentences: _WordTokens, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (index of its example, index of its first token, number of tokens) of each window, int64 [F] each."""
         starts = sentences.tokens.starts
         first_token_N, end_token_N = starts[sentences.first_word], starts[sentences.end_word]
         overlap = 2 * min(_CUT_CONTEXT, capacity // 4)
@@ -222,13 +222,13 @@ class Entities(Task[Sentence]):
     def _label_indices(self, examples: Sequence[Sentence], example_R: np.ndarray, word_R: np.ndarray) -> np.ndarray:
         """Return the label index of word `word_R[r]` of example `example_R[r]`, int64 [R]; 0 (O) for unknown labels."""
         indices = {tag: index for index, tag in enumerate(self.labels)}
-        counts = np.fromiter((len(sentence.words) for sentence in examples), np.int64, len(examples))
+        word_counts = np.fromiter((len(sentence.words) for sentence in examples), np.int64, len(examples))
         tags = chain.from_iterable(sentence.tags or ["O"] * len(sentence.words) for sentence in examples)
-        gold = np.fromiter((indices.get(tag, 0) for tag in tags), np.int64, int(counts.sum()))
-        return gold[(np.cumsum(counts) - counts)[example_R] + word_R]
+        gold = np.fromiter((indices.get(tag, 0) for tag in tags), np.int64, int(word_counts.sum()))
+        return gold[(np.cumsum(word_counts) - word_counts)[example_R] + word_R]
 
 
-def _with_gold_tags(
+def _labeled_only(
     examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
     """Return the examples that have gold tags, and their predictions; if no example has any, return all."""
@@ -238,8 +238,8 @@ def _with_gold_tags(
 
 
 @dataclass(frozen=True)
-class _AlignedSentences:
-    """Tokenized words of all documents, and the ranges of words of the N examples and of their documents."""
+class _WordTokens:
+    """Tokens of the words of all documents, and the ranges of words of the N examples and of their documents."""
 
     tokens: TokenizedTexts  # tokens of each word
     first_word: np.ndarray  # int64 [N], index of each example's first word
@@ -248,8 +248,8 @@ class _AlignedSentences:
     document_end_word: np.ndarray  # int64 [N], index after the last word of each example's document
 
 
-def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
-    """Tokenize the examples or, `with_documents`, their whole documents; if not, an example counts as a document."""
+def _tokenize(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _WordTokens:
+    """Tokenize the documents of the examples; unless `with_documents`, each example counts as a separate document."""
     if with_documents:
         documents = list({id(sentence.document): sentence.document for sentence in examples}.values())
         indices = {id(document): index for index, document in enumerate(documents)}
@@ -265,7 +265,7 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
     word_counts = np.fromiter(map(len, sentence_words), np.int64, len(sentence_words))
     bounds = np.concatenate([[0], np.cumsum(word_counts)])  # first word of each sentence, and the number of words
     document_bounds = bounds[np.concatenate([[0], np.cumsum(sentence_counts)])]
-    return _AlignedSentences(
+    return _WordTokens(
         tokens=encoder.encode_words(list(chain.from_iterable(sentence_words))),
         first_word=bounds[sentence_N],
         end_word=bounds[sentence_N + 1],
@@ -275,11 +275,11 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
 
 
 def _context_ranges(
-    sentences: _AlignedSentences, first_token_N: np.ndarray, end_token_N: np.ndarray, capacity: int, limit: int
+    sentences: _WordTokens, first_token_N: np.ndarray, end_token_N: np.ndarray, capacity: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first token, number of tokens) of each sentence with its context, whole words of its document; int64 [N].
+    """Return (index of first token, number of tokens) of each sentence with its context, int64 [N] each.
 
-    Each side gets half of the free tokens, at most `limit`; if one side has fewer tokens, the other gets more.
+    Context is whole words. Each side gets half of the free tokens, or more if the other has fewer, but at most `limit`.
     """
     starts = sentences.tokens.starts
     max_left = np.minimum(first_token_N - starts[sentences.document_first_word], limit)
@@ -294,30 +294,30 @@ def _context_ranges(
 
 
 def _assign_words(
-    sentences: _AlignedSentences, example_F: np.ndarray, start_F: np.ndarray, length_F: np.ndarray
+    sentences: _WordTokens, example_F: np.ndarray, start_F: np.ndarray, length_F: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index of window, index of word), int64 [R] each, in order; every word that has a token occurs once.
+    """Assign each word that has a token to one window; return (window indices, word indices), int64 [R], in order.
 
-    If several windows contain a word, the one in which the smaller of the word's left and right context is largest is
-    chosen (google-research/bert run_squad.py, _check_is_max_context).
+    If several windows contain a word, take the one in which the smaller of the word's left and right context is largest
+    (google-research/bert run_squad.py, _check_is_max_context).
     """
     starts = sentences.tokens.starts
     first_word_F = np.maximum(sentences.first_word[example_F], np.searchsorted(starts, start_F, "left"))
     end_word_F = np.minimum(sentences.end_word[example_F], np.searchsorted(starts, start_F + length_F, "left"))
     counts = np.maximum(end_word_F - first_word_F, 0)
-    window, word = np.repeat(np.arange(len(example_F)), counts), concatenate_ranges(first_word_F, counts)
-    has_token = starts[word + 1] > starts[word]
-    window, word = window[has_token], word[has_token]
-    has_several_windows = np.bincount(example_F)[example_F[window]] > 1 if len(window) else np.zeros(0, bool)
+    windows, words = np.repeat(np.arange(len(example_F)), counts), concatenate_ranges(first_word_F, counts)
+    has_token = starts[words + 1] > starts[words]
+    windows, words = windows[has_token], words[has_token]
+    has_several_windows = np.bincount(example_F)[example_F[windows]] > 1 if len(windows) else np.zeros(0, bool)
     candidates = np.flatnonzero(has_several_windows)
     if not len(candidates):
-        return window, word
-    windows, words = window[candidates], word[candidates]
+        return windows, words
+    windows_K, words_K = windows[candidates], words[candidates]
     # The start and the end of a sentence need no special case: only its first and its last window contain them.
-    left, right = starts[words] - start_F[windows], start_F[windows] + length_F[windows] - starts[words + 1]
-    order = np.lexsort((windows, -np.minimum(left, right), words, example_F[windows]))
+    left, right = starts[words_K] - start_F[windows_K], start_F[windows_K] + length_F[windows_K] - starts[words_K + 1]
+    order = np.lexsort((windows_K, -np.minimum(left, right), words_K, example_F[windows_K]))
     is_best = np.ones(len(order), bool)
-    is_best[1:] = (np.diff(words[order]) != 0) | (np.diff(example_F[windows][order]) != 0)
+    is_best[1:] = (np.diff(words_K[order]) != 0) | (np.diff(example_F[windows_K][order]) != 0)
     is_kept = ~has_several_windows
     is_kept[candidates[order[is_best]]] = True
-    return window[is_kept], word[is_kept]
+    return windows[is_kept], words[is_kept]

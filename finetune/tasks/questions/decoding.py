@@ -17,8 +17,8 @@ from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
-N_BEST = 20  # maximum start and end positions to combine per window, and answers to return (run_squad.py)
-CELLS = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
+N_BEST = 20  # maximum number of start or end positions per window, and of answers (n_best_size of run_squad.py)
+MAX_SCORES = 1 << 22  # maximum number of scores to compute at once: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -27,7 +27,7 @@ Predictions = Sequence[Mapping[str, Any]]
 class AnswerDecoder:
     """Chooses answers from logits and scores them."""
 
-    max_answer_tokens: int  # maximum tokens of an answer
+    max_answer_tokens: int  # maximum number of tokens of an answer
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
     threshold: float  # no answer is predicted if its score exceeds the best answer's by more than this
 
@@ -57,7 +57,7 @@ class AnswerDecoder:
             entries = [*entries[:rank], no_answer_entry, *entries[rank:]]
             entries = entries[:N_BEST] if rank < N_BEST else [*entries[:N_BEST], no_answer_entry]
         probabilities = _softmax([entry.score for entry in entries])
-        answer = no_answer_entry if not best.text or self._is_unanswered(no_answer_score) else best
+        answer = no_answer_entry if not best.text or self._predicts_no_answer(no_answer_score) else best
         return {
             "id": question.id,
             "answer": answer.text,
@@ -74,7 +74,7 @@ class AnswerDecoder:
         }
 
     def scorer_files(self, predictions: Predictions) -> dict[str, str]:
-        """Return {id: answer}, and for SQuAD v2.0 also {id: probability of no answer}, each as JSON."""
+        """Return the files {id: answer} and, for SQuAD v2.0, {id: probability of no answer}, each as JSON."""
         files = {".answers.json": _json(self._answers(predictions))}
         if self.unanswerable:
             files[".no-answer.json"] = _json(
@@ -138,11 +138,11 @@ class AnswerDecoder:
     def _answers(self, predictions: Predictions) -> dict[str, str]:
         """Return {id: answer} at the current threshold."""
         return {
-            entry["id"]: "" if self._is_unanswered(float(entry["no_answer_score"])) else entry["best_non_empty"]
+            entry["id"]: "" if self._predicts_no_answer(float(entry["no_answer_score"])) else entry["best_non_empty"]
             for entry in predictions
         }
 
-    def _is_unanswered(self, no_answer_score: float) -> bool:
+    def _predicts_no_answer(self, no_answer_score: float) -> bool:
         return self.unanswerable and no_answer_score > self.threshold
 
 
@@ -153,7 +153,7 @@ class AnswerDecoder:
 class _Spans:
     """S candidate answers, grouped by example, best first."""
 
-    examples: np.ndarray  # int64 [S], ascending: index of the example of each
+    examples: np.ndarray  # int64 [S], ascending: index of each answer's example
     first: np.ndarray  # int64 [S], index of the first token in windows.extra["offsets"]
     last: np.ndarray  # int64 [S], index of the last token in the same array
     scores: np.ndarray  # float64 [S], start logit plus end logit
@@ -162,17 +162,17 @@ class _Spans:
 def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     """Combine the `N_BEST` start and end positions of each window into answers of at most `max_tokens` tokens.
 
-    If that gives no answer for an example, all its positions are combined.
+    Where an example gets no answer in this way, combine all its positions.
     """
     length_F = windows.extra["context_length"]
     may_start_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
     max_length = max(1, int(length_F.max(initial=0)))
-    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]  # (examples, first, last, scores) each
-    parts += _combine(windows, logits, np.arange(len(windows)), may_start_T, min(N_BEST, max_length), max_tokens)
-    answered = np.concatenate([part[0] for part in parts])
-    unanswered = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
-    parts += _combine(windows, logits, unanswered, may_start_T, max_length, max_tokens)
-    examples, first, last, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
+    chunks = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]  # tuples (examples, first, last, scores)
+    chunks += _combine(windows, logits, np.arange(len(windows)), may_start_T, min(N_BEST, max_length), max_tokens)
+    answered_examples = np.concatenate([chunk[0] for chunk in chunks])
+    remaining_windows = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered_examples))
+    chunks += _combine(windows, logits, remaining_windows, may_start_T, max_length, max_tokens)
+    examples, first, last, scores = (np.concatenate(column) for column in zip(*chunks, strict=True))
     order = np.lexsort((-scores, examples))  # stable: ties keep the earlier window and the better start
     return _Spans(examples[order], first[order], last[order], scores[order])
 
@@ -180,23 +180,23 @@ def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans
 def _combine(
     windows: Windows, logits: np.ndarray, selected: np.ndarray, may_start_T: np.ndarray, num_best: int, max_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (examples, first, last, scores) as in `_Spans`, unordered, of the windows with the indices `selected`.
+    """Combine the `num_best` start and end positions of each selected window.
 
-    The `num_best` start and end positions of each are combined. may_start_T: bool, whether an answer may start at each
-    context token of all windows, concatenated.
+    Yields (examples, first, last, scores) as in `_Spans`, but unsorted. selected: indices of windows. may_start_T: bool
+    for each context token of all windows, concatenated: whether an answer may start there.
     """
     length_F = windows.extra["context_length"]
     context_start_F = np.cumsum(length_F) - length_F
     may_start_T = np.append(may_start_T, False)  # so that index 0 exists even if no context has a token
     position = np.arange(max(1, int(length_F.max(initial=0))))
-    windows_per_step = max(1, CELLS // max(len(position), num_best * num_best))
-    for first in range(0, len(selected), windows_per_step):
-        window = selected[first : first + windows_per_step]
-        is_context = position < length_F[window, None]
-        may_start = is_context & may_start_T[np.where(is_context, context_start_F[window, None] + position, 0)]
-        token = np.where(is_context, windows.extra["context_start"][window, None] + position, 0)
+    windows_per_step = max(1, MAX_SCORES // max(len(position), num_best * num_best))
+    for begin in range(0, len(selected), windows_per_step):
+        window_indices = selected[begin : begin + windows_per_step]
+        is_context = position < length_F[window_indices, None]
+        may_start = is_context & may_start_T[np.where(is_context, context_start_F[window_indices, None] + position, 0)]
+        token_indices = np.where(is_context, windows.extra["context_start"][window_indices, None] + position, 0)
         starts, ends = (
-            np.where(mask, logits[token, column].astype(np.float64), -np.inf)
+            np.where(mask, logits[token_indices, column].astype(np.float64), -np.inf)
             for column, mask in enumerate((may_start, is_context))
         )
         # Of equal logits the earlier token wins, as in run_squad.py.
@@ -205,17 +205,18 @@ def _combine(
         total = start_scores[:, :, None] + end_scores[:, None, :]
         num_tokens = end[:, None, :] - start[:, :, None] + 1
         row, i, j = np.nonzero((num_tokens >= 1) & (num_tokens <= max_tokens) & np.isfinite(total))
-        base = windows.extra["context_token"][window[row]]
-        yield windows.examples[window[row]], base + start[row, i], base + end[row, j], total[row, i, j]
+        window = window_indices[row]
+        base = windows.extra["context_token"][window]
+        yield windows.examples[window], base + start[row, i], base + end[row, j], total[row, i, j]
 
 
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return whether each context token has more context in its window than in any other, bool [sum of `lengths`].
 
-    Each window has the index of its example in `examples`, of its first context token in `tokens` (counted over all
-    contexts), and its number of context tokens in `lengths`. As in _check_is_max_context of run_squad.py, the context
-    of a token is the smaller of its two sides; of equal windows, the first is chosen. The script adds a hundredth of
-    the window's length, which makes no difference: only the last window is shorter.
+    As in _check_is_max_context of run_squad.py, a token has as much context as there is on the smaller of its two
+    sides; of equal windows, the first is chosen. The script adds a hundredth of the window's length, which makes no
+    difference: only the last window is shorter. For each window, `examples` has the index of its example, `tokens` the
+    index of its first context token, counted over all contexts, and `lengths` its number of context tokens.
     """
     total = int(lengths.sum())
     has_most = np.ones(total, bool)
@@ -226,17 +227,17 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     length = lengths[window]
     position = concatenate_ranges(np.zeros(len(window), np.int64), length)
     context = np.minimum(position, np.repeat(length, length) - 1 - position)
-    # `key` numbers the context tokens of these examples; an example's first window starts where its context does.
+    # `key`: index of a context token over all contexts of these examples; an example's first window starts its context.
     distinct, group = np.unique(examples[window], return_inverse=True)
     start = tokens[window] - tokens[np.searchsorted(examples, distinct)][group]
-    size = np.zeros(len(distinct), np.int64)
-    np.maximum.at(size, group, start + length)
-    key = np.repeat((np.cumsum(size) - size)[group] + start, length) + position
-    largest = np.full(size.sum(), -1)
+    context_length = np.zeros(len(distinct), np.int64)
+    np.maximum.at(context_length, group, start + length)
+    key = np.repeat((np.cumsum(context_length) - context_length)[group] + start, length) + position
+    largest = np.full(context_length.sum(), -1)
     np.maximum.at(largest, key, context)
     best = np.flatnonzero(context == largest[key])[::-1]
     chosen = np.full(len(largest), -1)  # index into `key` of each context token's best occurrence
-    chosen[key[best]] = best  # in reverse order, so that the first of equals is written last
+    chosen[key[best]] = best  # in reverse order, so that the first of equal occurrences wins
     has_most[concatenate_ranges((np.cumsum(lengths) - lengths)[window], length)] = chosen[key] == np.arange(len(key))
     return has_most
 
@@ -263,9 +264,9 @@ class _AnswerTexts:
         stop_N[windows.examples] = stop_F  # the last window of each example is written last
         starts = np.append(offsets[:, 0], 0)
         is_last = spans.last + 1 >= stop_N[spans.examples]
-        self._start = offsets[spans.first, 0].tolist()
-        self._end = offsets[spans.last, 1].tolist()
-        self._next_start = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
+        self._starts = offsets[spans.first, 0].tolist()
+        self._ends = offsets[spans.last, 1].tolist()
+        self._next_starts = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
     def best(self, index: int, count: int) -> list[_Candidate]:
@@ -280,12 +281,12 @@ class _AnswerTexts:
         return list(entries.values())
 
     def _stripped_spans(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of span, start, end) of each answer, without surrounding white space, in characters."""
+        """Yield (index of span, start, end) of each answer: character indices, without surrounding whitespace."""
         context = self._examples[index].context
         for span in range(self._span_bounds[index], self._span_bounds[index + 1]):
-            start, end = self._start[span], self._end[span]
+            start, end = self._starts[span], self._ends[span]
             if not context.isascii():
-                end = _after_marks(context, end, self._next_start[span])
+                end = _end_of_marks(context, end, self._next_starts[span])
             # Tokens of SentencePiece may include the space before the word.
             while start < end and context[start].isspace():
                 start += 1
@@ -294,7 +295,7 @@ class _AnswerTexts:
             yield span, start, end
 
 
-def _after_marks(context: str, end: int, limit: int) -> int:
+def _end_of_marks(context: str, end: int, limit: int) -> int:
     """Return the index after the combining marks at `end`, which have no token: BERT's normalizer drops accents."""
     limit = min(limit, len(context))
     while end < limit and unicodedata.category(context[end])[0] == "M":

@@ -1,6 +1,6 @@
 """Exact match and F1 of answers, computed as the official scripts of SQuAD v1.1 and v2.0 do.
 
-The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
+The differences between the two scripts are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, as in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
     a gold text that normalizes to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
@@ -31,9 +31,9 @@ def normalize_answer(text: str) -> str:
 def squad_v1(golds: Golds, answers: Mapping[str, str]) -> dict[str, float]:
     """Return exact_match and f1 of evaluate-v1.1.py: means over all questions of `golds`, which all have answers."""
     exact = f1 = 0.0
-    for question, texts in golds.items():
-        if question in answers:
-            question_exact, question_f1 = score_v1(texts, answers[question])
+    for id_, texts in golds.items():
+        if id_ in answers:
+            question_exact, question_f1 = score_v1(texts, answers[id_])
             exact, f1 = exact + question_exact, f1 + question_f1
     return {"exact_match": exact / len(golds), "f1": f1 / len(golds)}
 
@@ -46,7 +46,7 @@ def squad_v2(
     Args:
         golds: gold answers of each question.
         answers: predicted answer of each question, "" for no answer.
-        no_answer_scores: for each question, a score that is higher if it more probably has no answer.
+        no_answer_scores: score of each question; the higher, the more probable that it has no answer.
 
     The best_* scores are for the best threshold; they need `answers` that were predicted without a threshold. The
     script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
@@ -54,17 +54,17 @@ def squad_v2(
     Raises:
         ValueError: no question of `golds` has a prediction.
     """
-    scores = {question: score_v2(texts, answers[question]) for question, texts in golds.items() if question in answers}
+    scores = {id_: score_v2(texts, answers[id_]) for id_, texts in golds.items() if id_ in answers}
     if not scores:
         raise ValueError("no question has a prediction")
     result = means(list(scores.values()))
     for prefix, answerable in (("HasAns", True), ("NoAns", False)):
-        group = [pair for question, pair in scores.items() if bool(golds[question]) is answerable]
+        group = [pair for id_, pair in scores.items() if bool(golds[id_]) is answerable]
         if group:
             result |= {f"{prefix}_{name}": value for name, value in means(group).items()}
     if no_answer_scores is not None:
         for column, name in enumerate(("exact", "f1")):
-            column_scores = {question: pair[column] for question, pair in scores.items()}
+            column_scores = {id_: pair[column] for id_, pair in scores.items()}
             best, threshold = best_threshold(golds, answers, column_scores, no_answer_scores)
             result |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return result
@@ -83,12 +83,12 @@ def best_threshold(
     """
     total = best = float(sum(not texts for texts in golds.values()))  # score of answering no question
     threshold = 0.0
-    for question in sorted(no_answer_scores, key=no_answer_scores.__getitem__):
-        if question not in scores:
+    for id_ in sorted(no_answer_scores, key=no_answer_scores.__getitem__):
+        if id_ not in scores:
             continue
-        total += scores[question] if golds[question] else -1 if answers[question] else 0
+        total += scores[id_] if golds[id_] else -1 if answers[id_] else 0
         if total > best:
-            best, threshold = total, no_answer_scores[question]
+            best, threshold = total, no_answer_scores[id_]
     return best / len(scores), threshold
 
 
@@ -122,7 +122,7 @@ def _f1_v2(gold: list[str], answer: list[str]) -> float:
 
 
 def means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the means of `scores`, (exact match, F1) each, and their number."""
+    """Return the mean exact match, the mean F1 and the number of `scores`, which are (exact match, F1) each."""
     total = len(scores)
     return {
         "exact": sum(exact for exact, _ in scores) / total,

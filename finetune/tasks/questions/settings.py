@@ -30,9 +30,9 @@ class QuestionsSettings(Section):
         "doc_stride of Google's run_squad.py is the distance between window starts instead.",
     )
     max_question_tokens: int = Field(
-        default=64, ge=1, description="Maximum tokens of a question; longer ones are cut, with a warning in the log."
+        default=64, ge=1, description="Maximum number of tokens of a question; longer ones are cut, and the log warns."
     )
-    max_answer_tokens: int = Field(default=30, ge=1, description="Maximum tokens of a predicted answer.")
+    max_answer_tokens: int = Field(default=30, ge=1, description="Maximum number of tokens of a predicted answer.")
     unanswerable: Literal["auto", True, False] = Field(
         default="auto",
         description="Whether the model may predict that there is no answer (SQuAD v2.0); auto: if the training set has "

@@ -20,7 +20,7 @@ class QuestionSource:
 
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
-        # Skip for a trained model: its settings cannot be changed, and scores compare only strings.
+        # Always skip for a trained model: its settings cannot be changed, and scores compare only strings.
         self._bad_answers: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
         value = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
         self.unanswerable: bool | None = None if value is None else bool(value)

@@ -104,7 +104,7 @@ class Questions(Task[Question]):
         Mostly as in google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
         (examples/pytorch/question-answering/utils_qa.py). As in run_squad.py, an answer starts only in the window with
         most context around it, and equal answers are listed once. As in transformers, answers are copied from the
-        text. The n best start and end positions of a window are context tokens; if none fit, all are tried.
+        text. The n best start and end positions of a window are context tokens; if they give no answer, all are tried.
         """
         return self._decoder().decode(examples, windows, logits)
 
@@ -142,7 +142,7 @@ class Questions(Task[Question]):
         if self.metric not in ("exact_match", "exact", "f1"):
             return None
         scores = self._decoder().score_each(examples, predictions, self.metric)
-        return bootstrap(lambda rows: float(scores[rows].mean()), len(scores))
+        return bootstrap(lambda indices: float(scores[indices].mean()), len(scores))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
@@ -170,27 +170,27 @@ class Questions(Task[Question]):
         question_length_N = np.minimum(length_N, self.settings.max_question_tokens)
         self._warn_about_truncated_questions(examples, length_N)
         capacity_N = encoder.capacity(pair=True) - question_length_N
-        example, start, length = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
-        context_token = contexts.starts[context_N[example]] + start
+        example_F, start_F, length_F = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
+        context_token = contexts.starts[context_N[example_F]] + start_F
         framed = frame(
             encoder,
-            (encoded_questions.ids, encoded_questions.starts[question_N[example]], question_length_N[example]),
-            (contexts.ids, context_token, length),
+            (encoded_questions.ids, encoded_questions.starts[question_N[example_F]], question_length_N[example_F]),
+            (contexts.ids, context_token, length_F),
         )
-        labels, weights = self._targets(examples, contexts, context_N, framed, (example, start, length))
+        labels, weights = self._targets(examples, contexts, context_N, framed, (example_F, start_F, length_F))
         return Windows(
             ids=framed.ids,
             types=framed.types,
             starts=framed.starts,
-            examples=np.arange(len(example)) if training else example,
+            examples=np.arange(len(example_F)) if training else example_F,
             queries=np.arange(len(framed.ids)),
             labels=labels,
             weights=weights,
             extra={
                 "context_start": framed.second,  # index of each window's first context token in `ids`
                 "context_token": context_token,  # index of the same token in `offsets`
-                "context_length": length,  # number of context tokens of each window
-                "offsets": contexts.offsets,  # of the tokens of all contexts
+                "context_length": length_F,  # number of context tokens of each window
+                "offsets": contexts.offsets,  # character offsets of the tokens of all contexts
             },
         )
 
@@ -200,18 +200,19 @@ class Questions(Task[Question]):
         contexts: TokenizedTexts,
         context_N: np.ndarray,
         framed: FramedWindows,
-        spans: tuple[np.ndarray, np.ndarray, np.ndarray],
+        ranges: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (labels uint8 [T, 2], weights float32 [T]) of windows; `spans` are (example, start, length)."""
-        example, start, length = spans
+        """Return (labels uint8 [T, 2], weights float32 [T]) of windows; `ranges` is the result of `slide`."""
+        example_F, start_F, length_F = ranges
         first, last, is_used_N = _answer_tokens(examples, contexts, context_N)
-        contains = (first[example] >= start) & (last[example] < start + length)
-        self._report_split_answers(examples, first >= 0, example[contains])
+        contains = (first[example_F] >= start_F) & (last[example_F] < start_F + length_F)
+        has_whole_answer = np.bincount(example_F[contains], minlength=len(examples)) > 0
+        self._warn_about_split_answers(examples, np.flatnonzero((first >= 0) & ~has_whole_answer))
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
-        cls_positions, is_used = framed.starts[:-1], is_used_N[example]
+        cls_positions, is_used = framed.starts[:-1], is_used_N[example_F]
         for column, token in enumerate((first, last)):
-            position = np.where(contains, framed.second + token[example] - start, cls_positions)
+            position = np.where(contains, framed.second + token[example_F] - start_F, cls_positions)
             labels[position[is_used], column] = 1
         weights[cls_positions[is_used]] = 1
         return labels, weights
@@ -244,15 +245,14 @@ class Questions(Task[Question]):
                 lengths[longest],
             )
 
-    def _report_split_answers(self, examples: Sequence[Question], answered: np.ndarray, contained: np.ndarray) -> None:
-        """Warn about `answered` examples (bool [N]) that are not in `contained`: no window has their whole answer."""
-        uncontained = np.flatnonzero(answered & (np.bincount(contained, minlength=len(examples)) == 0))
-        if len(uncontained):
+    def _warn_about_split_answers(self, examples: Sequence[Question], split: np.ndarray) -> None:
+        """Warn about the examples with the indices `split`, because no window contains their whole answer."""
+        if len(split):
             logger.warning(
                 "%d questions are trained as having no answer, since no window contains their whole answer; the first "
                 "is %s. Answers of up to stride tokens (now %d) always fit.",
-                len(uncontained),
-                examples[uncontained[0]].id,
+                len(split),
+                examples[split[0]].id,
                 self.settings.stride,
             )
 
@@ -281,12 +281,12 @@ def _answer_tokens(
     ends_T = contexts.offsets[:, 1] + context_T * chars_per_context
     first = np.searchsorted(ends_T, context_N * chars_per_context + start, "right") - contexts.starts[context_N]
     last = np.searchsorted(starts_T, context_N * chars_per_context + end, "left") - 1 - contexts.starts[context_N]
-    covered = has_answer & (first <= last) & (start < end)
-    if len(ignored := np.flatnonzero(has_answer & ~covered)):
+    has_tokens = has_answer & (first <= last) & (start < end)
+    if len(ignored := np.flatnonzero(has_answer & ~has_tokens)):
         logger.warning(
             "%d answers have no token and are ignored in training; the first is %s, of question %s.",
             len(ignored),
             ascii(next(answer.text for answer in examples[ignored[0]].answers or ())),
             examples[ignored[0]].id,
         )
-    return np.where(covered, first, -1), np.where(covered, last, -1), is_labeled & (covered | ~has_answer)
+    return np.where(has_tokens, first, -1), np.where(has_tokens, last, -1), is_labeled & (has_tokens | ~has_answer)

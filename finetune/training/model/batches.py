@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.tasks.base import Windows
 from finetune.tasks.datasets.arrays import concatenate_ranges
 from pretrain.batches.balancing import balance
-from pretrain.batches.batch import moved, pinned
+from pretrain.batches.batch import copy_to, pinned
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 
@@ -24,10 +24,10 @@ class LabeledBatch:
 
     input_ids: Tensor  # int64 [T]
     token_types: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], position of each token in its window
     cu_seqlens: Tensor  # int32 [S + 1]
     token_keys: Tensor  # int32 [T], dropout seed of each token
-    query_positions: Tensor  # int64 [R], positions of the tokens that the head reads, ascending
+    query_positions: Tensor  # int64 [R], indices (0 to T-1) of the tokens that the head reads, ascending
     window_of_query: Tensor  # int64 [R], index of the window (0 to S-1) of each query position
     example_of_window: Tensor  # int64 [S], index of the example (0 to E-1) of each window
     examples: int  # number of examples, E
@@ -38,7 +38,7 @@ class LabeledBatch:
 
     def to(self, device: torch.device) -> LabeledBatch:
         """Return a copy on `device`."""
-        return moved(self, device)
+        return copy_to(self, device)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Batches:
     Args:
         windows: the F windows of all N examples of a set.
         seed: seed of the order and of dropout.
-        budget: maximum tokens per micro-batch.
+        budget: maximum number of tokens per micro-batch.
         rank, world_size: index of this worker, and number of workers.
     """
 
@@ -91,9 +91,9 @@ class Batches:
                 "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
             )
 
-    def step(self, first: int, count: int) -> LabeledStep:
-        """Return this rank's part of the step on the `count` examples of the sequence from index `first`."""
-        indices = np.arange(first, first + count)
+    def step(self, start: int, count: int) -> LabeledStep:
+        """Return this rank's part of the step on `count` examples of the endless sequence, from index `start`."""
+        indices = np.arange(start, start + count)
         epochs, slots = np.divmod(indices, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, indices)
@@ -118,10 +118,10 @@ class Batches:
         return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def batches_by_length(self) -> Iterator[LabeledBatch]:
-        """Yield this rank's share of the batches of all windows, by length. Every rank yields the same number of them.
+        """Yield this rank's part of the batches of all windows, by length. Every rank yields the same number of them.
 
-        A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
-        forward passes.
+        A rank without a batch left repeats the last one with weights of 0, because all workers must run the same number
+        of forward passes.
         """
         by_length = np.argsort(self._lengths_F, kind="stable")
         batches, start = [], 0
@@ -131,10 +131,10 @@ class Batches:
             stop = start + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
             batches.append(by_length[start:stop])
             start = stop
-        for first in range(0, len(batches), self.world_size):
-            windows = batches[min(first + self.rank, len(batches) - 1)]
+        for first_batch in range(0, len(batches), self.world_size):
+            windows = batches[min(first_batch + self.rank, len(batches) - 1)]
             batch = self._make_batch(windows, np.arange(len(windows)), np.zeros(len(windows), np.uint64))
-            is_repeated = first + self.rank >= len(batches)
+            is_repeated = first_batch + self.rank >= len(batches)
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
     def _batch_of(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:

@@ -35,7 +35,7 @@ def inference_model(
     with torch.device("meta"):  # skips random initialization, which would take most of the time
         model = TaskModel.of(task, released, compile=compile)
     with one_thread():
-        # Copies have torch's memory alignment. Otherwise, results would depend on a tensor's alignment in its file.
+        # Copies have torch's memory alignment. Without them, results would depend on a tensor's alignment in its file.
         copies = {name: tensor.to(device, torch_dtype(precision), copy=True) for name, tensor in weights.items()}
     model.load_state_dict(copies, assign=True)
     return model.eval()

@@ -1,6 +1,6 @@
 """Initializes a new output layer with the best linear model on the frozen encoder's features.
 
-If it starts random, the first steps move the encoder toward noise, and few labels cannot undo this (Kumar et al.
+With random weights, the first steps would move the encoder toward noise, and few labels cannot undo this (Kumar et al.
 2022, "Fine-Tuning Can Distort Pretrained Features", arXiv:2202.10054, section 4: linear probing, then fine-tuning).
 The fitted layer is also the run's baseline: a linear model on the frozen encoder.
 
@@ -17,7 +17,7 @@ from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 
 MAX_VECTORS = 20_000
-"""Number of feature vectors after which no batch is added; 20,000 vectors of size 1,024 are 80 MB."""
+"""Number of feature vectors from which no batch is added; 20,000 vectors of size 1,024 are 80 MB."""
 
 PENALTY = 0.15
 """L2 penalty added to the summed loss, for features of mean squared length 1 (scikit-learn: C = 3.3); decision 0155."""
@@ -63,13 +63,13 @@ def regularization(objective: str, vectors_per_class: float) -> tuple[float, flo
 
 def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBatch]:
     """Yield micro-batches of the first examples of the first epoch, until they have `MAX_VECTORS` query positions."""
-    first = num_vectors = 0
-    while first < batches.examples and num_vectors < MAX_VECTORS:
-        count = min(64, batches.examples - first)
-        for batch in batches.step(first, count).micro_batches:
+    start = num_vectors = 0
+    while start < batches.examples and num_vectors < MAX_VECTORS:
+        count = min(64, batches.examples - start)
+        for batch in batches.step(start, count).micro_batches:
             num_vectors += len(batch.query_positions)
             yield batch.to(device)
-        first += count
+        start += count
 
 
 def _minimize(

@@ -83,7 +83,7 @@ def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Release
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """Return the `mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
+    """Return the `mapping_table` of this fine-tuning, followed by lines on the parts of its head that are new."""
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 
     mapping = [
@@ -129,14 +129,14 @@ def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: Release
         return any(name.endswith("ForQuestionAnswering") for name in architectures)
     if task.objective == "value":
         # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
-        kind = released.config.get("problem_type") or "regression"
-        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in architectures)
+        problem = released.config.get("problem_type") or "regression"
+        return problem == "regression" and any(name.endswith("ForSequenceClassification") for name in architectures)
     label_map = released.config.get("id2label") or {}
     try:
-        names = {int(number): name for number, name in label_map.items()}
+        names = {int(index): name for index, name in label_map.items()}
     except (AttributeError, ValueError):
         raise InputError(
             f"{config.start_from}: id2label in config.json is {label_map!r:.60}; expected a label for "
-            "each number from 0. Correct it, or remove it to train a new output layer."
+            "each index from 0. Correct it, or remove it to train a new output layer."
         ) from None
-    return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels
+    return bool(names) and tuple(names[index] for index in sorted(names)) == task.labels

@@ -26,7 +26,7 @@ from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # indices of random streams for dropout; the encoder uses the lower indices
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # indices of the random streams of dropout; the encoder uses lower indices
 
 
 class Output(NamedTuple):
@@ -44,9 +44,9 @@ class TaskModel(Encoder):
     Args:
         shape: sizes and dropout of the encoder.
         vocabulary_size: number of word embeddings.
-        head: what the head predicts for: a sequence, tokens or spans.
+        head: kind of input that gets a prediction: a sequence, tokens or spans.
         objective: what the head predicts, which determines the loss.
-        outputs: number C of outputs.
+        outputs: number of outputs, C.
         head_layers: the family's layers between the encoder and the output layer.
         compile, activation_checkpointing: as `Encoder`.
     """
@@ -73,12 +73,12 @@ class TaskModel(Encoder):
     @classmethod
     def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
         """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
-        head_layers, size = released.task_head(task.head), released.vocabulary_size
-        return cls(released.model, size, task.head, task.objective, task.outputs, head_layers, **options)
+        layers, vocabulary_size = released.task_head(task.head), released.vocabulary_size
+        return cls(released.model, vocabulary_size, task.head, task.objective, task.outputs, layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
         """Compute loss and logits of one micro-batch."""
-        logits_RC = self.head.outputs(self._features(batch))
+        logits_RC = self.head.logits(self._features(batch))
         return Output(self.loss(logits_RC, batch), logits_RC)
 
     def features(self, batch: LabeledBatch) -> Tensor:
@@ -112,26 +112,26 @@ class OutputHead(nn.Module):
 
         Args:
             hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
-            keys_R: int32, dropout seeds of the vectors that dropout applies to.
+            keys_R: int32, dropout seeds: one for each vector to which dropout is applied.
             cu_seqlens: int32 [S + 1], the bounds of the windows; if given, windows are pooled to [S, H].
         """
-        before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
+        dense_dropout, out_dropout = self.layers.dropout if self.training else _NO_DROPOUT
         if cu_seqlens is not None and self.layers.pooling != "late":
             hidden_RH, cu_seqlens = _POOL[self.layers.pooling](hidden_RH, cu_seqlens), None
-        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, dense_dropout)
         if self.layers.activation:
             bias = self.dense_bias if self.layers.bias else None
             hidden_RH = activation_function(self.layers.activation)(_linear_fp32(hidden_RH, self.dense_weight, bias))
         if self.norm_kinds:
             weights = (getattr(self, f"norm_{kind}").float() for kind in self.norm_kinds)
             hidden_RH = norm_function(self.layers.norm)(hidden_RH, *weights, eps=self.eps)
-        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, out_dropout)
         if cu_seqlens is not None:
             hidden_RH = window_means(hidden_RH, cu_seqlens)
         return hidden_RH
 
-    def outputs(self, features_RH: Tensor) -> Tensor:
-        """Apply the output layer to the result of `forward`; return [R, C]."""
+    def logits(self, features_RH: Tensor) -> Tensor:
+        """Apply the output layer to the result of `forward`; return the logits, [R, C]."""
         return _linear_fp32(features_RH, self.out_weight, self.out_bias)
 
 
@@ -171,14 +171,14 @@ def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) ->
 
 
 def pool_windows(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
+    """Return, for each example, (mean logits of its windows [E, C], labels [E] or [E, C], weight [E])."""
     example_R = batch.example_of_window[batch.window_of_query]
-    count = batch.examples
-    num_windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
-    sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
-    labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
+    num_examples = batch.examples
+    num_windows_E = logits_RC.new_zeros(num_examples).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
+    sums_EC = logits_RC.new_zeros(num_examples, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
+    labels_E = batch.labels.new_zeros(num_examples, *batch.labels.shape[1:])
     labels_E[example_R] = batch.labels  # all windows of an example have the same labels
-    weights_E = batch.weights.new_zeros(count).index_add(0, example_R, batch.weights)
+    weights_E = batch.weights.new_zeros(num_examples).index_add(0, example_R, batch.weights)
     return sums_EC / num_windows_E[:, None], labels_E, weights_E
 
 

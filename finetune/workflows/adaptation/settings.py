@@ -19,7 +19,7 @@ _MAX_SEQUENCES = 32  # maximum number of sequences per step; lower if the text h
 # Gururangan et al. 2020, "Don't Stop Pretraining": 1 for gigabytes of a domain's text, 100 for the text of a task.
 _EPOCHS = ((1e6, 10), (1e7, 5), (1e8, 2))
 _MIN_STEPS, _MAX_STEPS = 100, 50_000
-# (maximum hidden size, peak learning rate): about half of the rates in the example configs that pretrain such models.
+# (maximum hidden size, peak learning rate): about half of the rates at which the example configs pretrain such models.
 _PEAK_RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 
 

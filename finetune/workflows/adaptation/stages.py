@@ -117,7 +117,7 @@ class Stages:
         model = load_config(corpus_config).model
         one_step_config = pretraining.read_config(run_settings(arguments, corpus, model, 1), arguments.set)
         sequences = sequences_per_step(one_step_config)
-        started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have rejected the config
+        started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # otherwise the config may change
         if started and not arguments.steps:
             steps = load_config(path).total_steps
         else:

@@ -1,4 +1,4 @@
-"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text into documents, to hold some out."""
+"""Makes `corpus.sources` for `adapt`: detects file formats, and cuts plain text into documents to hold some out."""
 
 import json
 import re
@@ -94,10 +94,10 @@ def _print_skipped(files: Sequence[Path], problems: Problems) -> None:
     """Print warnings about unreadable parts, and about text skipped as headings if it is a large share."""
     if problems.entries():
         print(f"  warning: {first_faults(problems.entries())}.")
-    paragraphs, characters, total = (problems.skip_counts[key] for key in SKIP_COUNTERS)
-    if characters > MAX_LEFT_OUT * total:
+    paragraphs, skipped, total = (problems.skip_counts[key] for key in SKIP_COUNTERS)  # the last two: characters
+    if skipped > MAX_LEFT_OUT * total:
         print(
-            f"  warning: {_first_names(files)}: {characters / total:.1%} of the text was left out as headings "
+            f"  warning: {_first_names(files)}: {skipped / total:.1%} of the text was left out as headings "
             f"({counted(paragraphs, 'paragraph')}). If they are body text, convert it to JSONL."
         )
 

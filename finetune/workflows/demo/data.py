@@ -24,7 +24,7 @@ _NUM_PACKAGES = 6
 # without pretraining recognizes a package by its words.
 _MAX_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
 _MAX_DEV = 400  # maximum number of held-out examples of each set
-_MAX_MODULES = 250  # maximum modules per package: this is enough text, and is read in seconds
+_MAX_MODULES = 250  # maximum number of modules per package: enough text, and read in seconds
 _DEV_SHARE = 0.2  # share of modules to hold out
 _FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED_NODES = (ast.Module, ast.ClassDef, *_FUNCTION_NODES)
@@ -136,7 +136,7 @@ def _return_records(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _read_docstrings() -> Iterator[_Docstring]:
-    """Yield the docstrings of some modules of each of the largest packages, one of which is the standard library."""
+    """Yield the docstrings of some modules of each of the largest packages; the standard library counts as one."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)

@@ -1,6 +1,6 @@
 """Runs the whole demo: pretrains on Python docstrings, then fine-tunes on three labeled sets extracted from them.
 
-Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
+Each task is fine-tuned from the pretrained weights and from random ones, with the same data and steps. The difference
 in scores is the benefit of pretraining.
 """
 
@@ -92,7 +92,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     }
     settings = [*as_overrides(values), *arguments.set]
     _print_title(1, "tokenizing text into shards")
-    # If packages were installed after an earlier demo, a new corpus would differ, and the run could not resume.
+    # A new corpus would differ if packages have been installed since the earlier demo, and the run could not resume.
     if (arguments.data_dir / MANIFEST).is_file():
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
     else:

@@ -78,7 +78,7 @@ class Masker:
     def max_counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, probability: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the maximum (the exact, if `has_exact_counts`) number of masked tokens per sequence of `lengths`."""
+        """Return the number of masked tokens of each sequence: exact if `has_exact_counts`, else an upper limit."""
         return np.minimum(self._limits(lengths, probability), lengths - special_tokens)
 
     def apply(self, tokens: PackedTokens, key: np.ndarray, probability: np.ndarray | None = None) -> MaskingResult:
@@ -124,7 +124,7 @@ def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary that they were made with, or prepare the corpus again."
         )
-    spell = speller(entries)  # None for a WordPiece
+    spell = speller(entries)  # None for WordPiece vocabularies
     # Released vocabularies have special tokens that model inputs never contain, such as <|endoftext|>.
     unused_special = special_added_ids(shards.folder) if spell else ()
     replacement_ids = find_replacement_ids(entries, {*shards.special_ids.values(), *unused_special})

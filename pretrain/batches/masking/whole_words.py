@@ -1,6 +1,6 @@
 """Whole word masking: all tokens of a word are masked together (google-research/bert).
 
-Words are tried in random order. Each is masked if the limit of its sequence, a number of tokens, leaves room for it.
+Words are tried in random order. A word is masked if its tokens fit into what is left of its sequence's token limit.
 """
 
 import numpy as np
@@ -25,9 +25,9 @@ class Scheme(MaskingScheme):
 
 
 def _select_words(sizes: np.ndarray, stops: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Return which words to mask, bool [W]: each, in order, that fits into the rest of its sequence's limit.
+    """Return whether to mask each word, bool [W]: in order, words are masked if they fit into the rest of the limit.
 
-    `sizes`, int64 [W], are the words' numbers of tokens; `stops`, int64 [S], is the end of each sequence's words.
+    `sizes`, int64 [W], has the number of tokens of each word; `stops`, int64 [S], the end of each sequence's words.
     """
     remaining = limits.copy()
     next_word = np.concatenate(([0], stops[:-1]))

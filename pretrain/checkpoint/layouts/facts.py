@@ -34,7 +34,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for one in LAYOUTS.values() for name in (one.written_model_type, *one.variants, *one.old_types)]
+        known = [name for x in LAYOUTS.values() for name in (x.written_model_type, *x.variants, *x.old_types)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         rate = config.get(key)
@@ -56,7 +56,7 @@ def write_config(
     pad_id: int | None,
     special_ids: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """Return config.json of a model in fp32: `config`, with the fields replaced that the facts determine.
+    """Return config.json of a model in fp32: `config`, except that the facts determine some fields.
 
     Args:
         class_suffix: suffix of the class's name, such as ForPreTraining.
@@ -89,7 +89,7 @@ def write_config(
 
 
 def needs_custom_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a sequence classifier needs `trust_remote_code`, as no class of transformers has its pooling."""
+    """Return whether a sequence classifier needs `trust_remote_code`: no class of transformers has its pooling."""
     return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
@@ -113,7 +113,7 @@ def layout_of(model: ModelConfig, family: str = "") -> Layout:
 
 
 def unsupported_parts(model: ModelConfig) -> str:
-    """Return the settings that prevent an export of the model in its family's layout."""
+    """Return the settings that prevent an export in the layout of the model's family; "" if none does."""
     # A discriminator of ELECTRA has the architecture of another family.
     reasons = filter(None, (LAYOUTS[family].unsupported_parts(model) for family in (model.family, "electra")))
     reason = next(reasons, "")
@@ -134,7 +134,7 @@ def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpos
 
 
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
-# Fields of a config.json that do not apply to the one written from it.
+# Fields that are not copied from a config.json that was read to the one that is written.
 _NOT_COPIED = (
     "transformers_version",
     "torch_dtype",

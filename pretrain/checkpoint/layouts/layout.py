@@ -30,7 +30,7 @@ from pretrain.model.parameters import (
     position_parameters,
 )
 
-# Our parameters without a suffix _weight or _bias. In the files, each is the weight of a module.
+# Our parameters whose names have no suffix _weight or _bias. In the files, each is a module's weight.
 TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type", "relative.table", "heads.decoder")
 _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embedding")
 
@@ -53,14 +53,14 @@ class Layout:
     Attributes:
         family: a key of `LAYOUTS`.
         class_prefix: prefix of transformers' class names.
-        layer: module that contains the layers by index, such as encoder.layer, without `prefix`.
+        layer: name, without `prefix`, of the module list of layers, such as encoder.layer.
         layer_modules: our module of a layer -> the family's modules that it stacks, in this order.
         other_modules: our module outside the layers -> the family's, including the prefix if it has one.
-        decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
-        out_modules: task (sequence, tokens, spans) -> the module of head.out to write; any of them may be read.
+        decoder: the module of the masked-language-modeling decoder; "" if the layout uses our names.
+        out_modules: task (sequence, tokens, spans) -> the module written for head.out; any of them may be read.
         config_keys: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, task) -> the layers between the encoder and head.out.
-        model_type: transformers' name of the family, if it is not `family`.
+        model_type: transformers' name of the family; "" if it is `family`.
         model_family: `ModelConfig.family`, which determines the parts of the block.
         prefix: prefix of the encoder's names in a model with a head; "" stands for the family and a period.
         unprefixed: beginnings of the encoder's names in a file without a head, where they lack `prefix`.
@@ -68,13 +68,13 @@ class Layout:
         fused: module of older files -> the current modules that it stacks, in this order.
         unused: prefix of names that fill none of our parameters -> a description of these tensors.
         defaults: values of `ModelConfig` if config.json has none, where they differ from `model_family`'s.
-        supported: key of config.json -> the supported values; if the key is absent, the first of them is assumed.
+        supported: key of config.json -> the supported values; the first is assumed if the key is absent.
         modernize: converts a config.json to the current keys, for families whose keys changed.
         read: current config.json -> fields of `ModelConfig` that need more than renaming a key.
-        write: (shape, config.json) -> the fields that `read` reads.
+        write: (shape, config.json) -> fields of config.json, from which `read` restores the shape.
         activation_key: the key of config.json for `ModelConfig.activation`.
-        mlm_activation: activation of the masked-language-modeling head if it is fixed; otherwise as in the layers.
-        token_types: number of token types if config.json names none; None if the family never has one.
+        mlm_activation: activation of the masked-language-modeling head if it is fixed; "" means as in the layers.
+        token_types: number of token types if config.json does not say; None if the family never has any.
         padded_positions: whether the position table starts with unused rows, up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: key of config.json for the id of a special token (besides pad_token_id) -> the token's role.
@@ -154,7 +154,7 @@ class Layout:
         return self._prefix + name if name.startswith(self.unprefixed) else name
 
     def tied_parameter(self, theirs: str, model: ModelConfig) -> str | None:
-        """Return our parameter that a tensor of the decoder duplicates; None for all other tensors."""
+        """Return the parameter of ours that a tensor of the decoder duplicates; None for all other tensors."""
         duplicated = {f"{self.decoder}.bias": "heads.mlm_bias"}
         if model.tied_decoder:
             duplicated[f"{self.decoder}.weight"] = "embeddings.word"
@@ -167,7 +167,7 @@ class Layout:
         return None if match is None else int(match[1])
 
     def skip_reason(self, theirs: str) -> str:
-        """Return the reason why a tensor that fills no parameter is not read, for the mapping table."""
+        """Return the reason, for the mapping table, why a tensor that fills no parameter is not read."""
         name = self.normalize(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
@@ -195,7 +195,7 @@ class Layout:
         return model
 
     def _shape_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the shape as `model_of` does, without checking that the layout has names for all parameters."""
+        """Return the shape as `model_of` does, but do not check that the layout has names for all parameters."""
         config = self.modernize(config)
         for key, supported in self.supported.items():
             if config.get(key, supported[0]) not in supported:
@@ -212,7 +212,7 @@ class Layout:
         """Return the fields of config.json that a shape determines.
 
         Args:
-            config: the other fields that are known.
+            config: other fields of config.json, as far as they are known.
             token_types: number of token types in the file.
         """
         values = {key: getattr(model, ours) for ours, key in self.config_keys.items()}
@@ -281,7 +281,7 @@ class Layout:
 def first_position(config: Mapping[str, Any]) -> int:
     """Return the row of a sequence's first token in a position table that starts with unused rows.
 
-    transformers models/roberta/modeling_roberta.py, create_position_ids_from_input_ids.
+    As in create_position_ids_from_input_ids of transformers (models/roberta/modeling_roberta.py).
     """
     pad = config.get("pad_token_id")
     return (1 if pad is None else pad) + 1
@@ -318,7 +318,7 @@ def _without_layer_index(name: str) -> str:
 
 
 def _traits(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings, besides sizes, in which equivalent shapes must agree, with defaults resolved."""
+    """Return the settings, besides sizes, that must be equal in equivalent shapes, with defaults resolved."""
     names = (
         "norm",
         "norm_placement",

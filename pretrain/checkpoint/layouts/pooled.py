@@ -1,7 +1,7 @@
 """Sequence heads that pool all tokens (mean or maximum), for families whose class in transformers reads only [CLS].
 
 Models trained by sentence-transformers need this: their first token was never trained to represent the input. A
-fine-tuned one is written under a custom model type with a modeling file, so that transformers requires
+fine-tuned classifier is written under a custom model type with a modeling file, so that transformers requires
 `trust_remote_code` and does not load it as a classifier of [CLS]. Its encoder is saved as well, in the family's layout.
 """
 
@@ -18,7 +18,7 @@ _ADDED_KEYS = (_TYPE_KEY, _OUTPUT_KEY, "auto_map")
 
 
 def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
-    """Return config.json of a pooled classifier, made from the family's config.json.
+    """Return config.json of a pooled classifier, given the `values` of the family's config.json.
 
     Args:
         output_layer: the family's name of the output layer, such as classifier.

@@ -32,7 +32,7 @@ def read_shared_base(config: Mapping[str, Any], default: float) -> float:
 
 
 def write_shared_base(base: float) -> dict[str, Any]:
-    """Return the fields of a base that all layers share, for both versions of transformers."""
+    """Return config.json's fields for a base that all layers share, for transformers 5 and 4."""
     return {"rope_parameters": write_base(base), "rope_theta": base}
 
 

@@ -60,7 +60,7 @@ def pooled_head(config: Mapping[str, Any], rate: float) -> TaskHead | None:
     """Return the sequence head if config.json requests the mean or maximum of all tokens; otherwise None.
 
     Args:
-        rate: dropout rate of the pooled values.
+        rate: dropout rate after pooling.
     """
     pooling = config.get(POOLING, "cls")
     return TaskHead(pooling=pooling, dropout=HeadDropout(0.0, rate)) if pooling in ("mean", "max") else None

@@ -1,6 +1,6 @@
 """Documents as flat arrays of characters and terms, so that numpy can process n-grams of many documents together.
 
-A character is a UTF-16 unit of a document's normalized text (`scripts.comparable`). Terms, the units of n-grams, are
+A character is a UTF-16 unit of a document's normalized text (`scripts.normalize`). Terms, the units of n-grams, are
 lowercased runs of letters and digits. In scripts without spaces between words, each letter with its marks is a term,
 which counts as a fraction of a word. An n-gram is the shortest sequence of terms, from a given one on, that has at
 least n words. The hashes of terms are the same in all processes.
@@ -115,7 +115,7 @@ def _normalize(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.nda
     ends += units[ends] // _SURROGATES == _LOW // _SURROGATES
     converted, converted_kinds, copied = [], [], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        text = scripts.comparable(units[start:end].tobytes().decode("utf-16-le"))
+        text = scripts.normalize(units[start:end].tobytes().decode("utf-16-le"))
         converted += units[copied:start], np.frombuffer(text.encode("utf-16-le"), np.uint16)
         converted_kinds += kinds[copied:start], _kinds()[converted[-1]] & (_CHANGES - 1)
         copied = end
@@ -186,7 +186,7 @@ def _kinds() -> np.ndarray:
     The kind of a high surrogate is the highest kind that an eighth of its characters have or exceed. A low surrogate is
     a MARK, so that it belongs to the high surrogate before it.
     """
-    known, changes = scripts.kinds(), scripts.changeable() * np.uint8(_CHANGES)
+    known, changes = scripts.kinds(), scripts.changeable_mask() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
     by_high = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _SURROGATES)
     may_change = changes[_UNITS:].reshape(-1, _SURROGATES).max(axis=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, refuse_quoted
+from pretrain.common.quoting import Quoting, reject_quoted_cells
 from pretrain.common.wording import counted
 from pretrain.corpus import inputs, records
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, Span
@@ -53,7 +53,7 @@ class Reader(ColumnReader):
             return self.config.quoting
         if _delimiter(path) == ",":
             return "standard"
-        refuse_quoted(_lines(path), _delimiter(path), path, "`quoting` of its source")
+        reject_quoted_cells(_lines(path), _delimiter(path), path, "`quoting` of its source")
         return "none"
 
 

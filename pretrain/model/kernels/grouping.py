@@ -64,13 +64,13 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionU
     unit_offsets = np.concatenate([[0], counts.cumsum()])
     sequence = np.repeat(np.arange(len(lengths)), counts)
     chunk = np.arange(unit_offsets[-1]) - unit_offsets[sequence]
-    starts, ends = offsets[sequence], offsets[sequence + 1]
-    start, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
+    sequence_start, sequence_end = offsets[sequence], offsets[sequence + 1]
+    start, end = (sequence_start + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
     if not window:
         return AttentionUnits(start, end, start, end), unit_offsets
     is_whole = counts[sequence] == 1
-    key_start = np.where(is_whole, starts, np.maximum(starts, start - window))
-    key_end = np.where(is_whole, ends, np.minimum(ends, end + window))
+    key_start = np.where(is_whole, sequence_start, np.maximum(sequence_start, start - window))
+    key_end = np.where(is_whole, sequence_end, np.minimum(sequence_end, end + window))
     return AttentionUnits(start, end, key_start, key_end), unit_offsets
 
 
@@ -102,10 +102,10 @@ def group_sequences(
     groups = []
     launch_cost = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
     for start, stop in _best_ranges(units, unit_offsets, heads, launch_cost):
-        in_group = slice(int(unit_offsets[start]), int(unit_offsets[stop]))
-        group_offsets = offsets[in_group.start : in_group.stop + 1]
+        unit_range = slice(int(unit_offsets[start]), int(unit_offsets[stop]))
+        group_offsets = offsets[unit_range.start : unit_range.stop + 1]
         if group_offsets[0] < group_offsets[-1]:  # the group has queries
-            group = AttentionUnits(*(x[in_group] for x in units))
+            group = AttentionUnits(*(x[unit_range] for x in units))
             keys = _pad_ranges(group.key_start, group.key_end, device, multiple)
             has_chunks = len(group.query_start) > stop - start
             if has_chunks:
@@ -116,20 +116,20 @@ def group_sequences(
     return tuple(groups)
 
 
-def _best_ranges(units: AttentionUnits, offsets: np.ndarray, heads: int, launch_cost: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each group's range of sequences, in order: the cheapest, by dynamic programming.
+def _best_ranges(units: AttentionUnits, unit_starts: np.ndarray, heads: int, launch_cost: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each group's range of sequences, in order: the cheapest ones, by dynamic programming.
 
     A group of G units of Q queries and L keys costs `launch_cost` + heads * G * Q * (L + 128) scores: L for each
     of its G * Q queries, and 128 for copying a query in and out, with heads of width 64.
     """
-    count = len(offsets) - 1
+    count = len(unit_starts) - 1
     widths = units.query_end - units.query_start, units.key_end - units.key_start
-    longest = [np.maximum.reduceat(width, offsets[:-1]).astype(np.float64) for width in widths]
+    longest = [np.maximum.reduceat(width, unit_starts[:-1]).astype(np.float64) for width in widths]
     lowest_cost, best_start = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for stop in range(1, count + 1):
         # Q and L of the candidate groups that end before `stop`, one for each start.
         queries, keys = (np.maximum.accumulate(x[stop - 1 :: -1])[::-1] for x in longest)
-        costs = lowest_cost[:stop] + heads * (offsets[stop] - offsets[:stop]) * queries * (keys + 128)
+        costs = lowest_cost[:stop] + heads * (unit_starts[stop] - unit_starts[:stop]) * queries * (keys + 128)
         best_start[stop] = costs.argmin()
         lowest_cost[stop] = costs[best_start[stop]] + launch_cost
     ranges, stop = [], count
@@ -140,7 +140,7 @@ def _best_ranges(units: AttentionUnits, offsets: np.ndarray, heads: int, launch_
 
 
 def _pad_ranges(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> PaddedRanges:
-    """Pad the ranges from `start` to `end` [G], which are in ascending order, to a multiple of `multiple`."""
+    """Pad the ranges from `start` to `end` [G], in ascending order, to a common length, a multiple of `multiple`."""
     start_G1, end_G1 = torch.from_numpy(start.copy())[:, None], torch.from_numpy(end.copy())[:, None]
     position_L = torch.arange(-(-int((end - start).max()) // multiple) * multiple)
     valid_GL = position_L < end_G1 - start_G1

@@ -6,8 +6,8 @@ So a sample's dropout depends neither on its batch nor on earlier random numbers
 import torch
 from torch import Tensor
 
-# Odd steps between the seeds of one token: by column (feature or key), layer, and head. In compiled code the first is
-# the stride of a loop, which must stay within int32: it does up to config.MAX_WIDTH columns.
+# Odd steps between the seeds of one token: by column (feature or key), layer, and head. Compiled code multiplies
+# COLUMN_STEP by the index of a loop; the product fits in int32 for up to config.MAX_WIDTH columns.
 COLUMN_STEP = 0x3C6EF
 LAYER_STEP = 0x85EBCA6B - (1 << 32)
 HEAD_STEP = 0xC2B2AE35 - (1 << 32)  # not LAYER_STEP: (layer, head) would share its mask with (layer + 1, head - 1)

@@ -123,7 +123,7 @@ def _to_tokens(
 
 
 def _gather_slots(x_P: Tensor, slot_T: Tensor, second_slot_T: Tensor | None) -> Tensor:
-    """Return each token's row of `x_P` [P, ...], or the sum of its two rows in fp32."""
+    """Return the row of `x_P` [P, ...] at each token's slot, or the sum of the rows at its two slots, in fp32."""
     if second_slot_T is None:
         return x_P[slot_T]
     second_slot_T11 = second_slot_T[:, None, None]
@@ -189,7 +189,7 @@ def softmax_backward_kernel(
     last_key_BQ: Tensor | None = None,
     bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights after dropout, gradient of the products), each [B, Q, L]; `grad_BQL`: the weights' gradient."""
+    """Return (weights after dropout, gradient of the products), each [B, Q, L]; `grad_BQL` is the weights' gradient."""
     x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_key_BQ, last_key_BQ, bias_BQL)
     weights_BQL = (x_BQL - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()

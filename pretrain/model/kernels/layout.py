@@ -11,7 +11,7 @@ from pretrain.model.positions import Rotation
 
 
 class UnpaddedBatch(Protocol):
-    """The fields of a batch that the encoder reads, such as `pretrain.batches.batch.MicroBatch`."""
+    """The fields that the encoder reads from a batch, such as a `pretrain.batches.batch.MicroBatch`."""
 
     @property
     def input_ids(self) -> Tensor: ...  # int64 [T]

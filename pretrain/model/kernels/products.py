@@ -1,8 +1,8 @@
 """Linear layers with weight gradients that are fast on CPUs with AMX.
 
-The weight gradient of x @ weight.T is g.T @ x. With AMX, oneDNN reads a transposed operand at about half the rate of
-the other products of a layer; on other CPUs there is no difference. So with AMX, the narrower operand is copied in
-transposed order first, if a measurement shows that this is faster.
+The weight gradient of x @ weight.T is g.T @ x, where g is the gradient of the product. With AMX, oneDNN reads a
+transposed operand at about half the rate of the other products of a layer; on other CPUs there is no difference. So
+with AMX, the narrower operand is copied in transposed order first, if a measurement shows that this is faster.
 
 Shape letters: T rows, I input width, O output width.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from pretrain.common.measured import cached_rate, cpu_has
 
 MEASURED_SIZES = 2048, 768, 768  # T, I, O
-_ROUNDS = 9
-_MIN_GAIN = 1.15  # lowest gain that counts: a lower one could be measurement noise
+_ROUNDS = 9  # number of measurements
+_MIN_GAIN = 1.15  # minimum gain to use copies: a lower one could be measurement noise
 
 copies_operand = False  # whether weight gradients in bf16 use `weight_gradient_by_copy`
 

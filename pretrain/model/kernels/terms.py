@@ -15,8 +15,8 @@ from pretrain.model.kernels.grouping import SequenceGroup
 class ScoreTerms(NamedTuple):
     """Arguments of `kernels.softmax` for some of a group's B rows; all None if scores are plain products."""
 
-    first_key_BQ: Tensor | None  # int32, index in its unit of the first key that a query attends to
-    last_key_BQ: Tensor | None  # int32, index of the last such key
+    first_key_BQ: Tensor | None  # int32, index of the first key that each query attends to, within its unit
+    last_key_BQ: Tensor | None  # int32, index of the last key, likewise
     bias_BQL: Tensor | None = None  # fp32, bias added to the scaled product
 
 

@@ -16,8 +16,8 @@ from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
 from pretrain.reporting.pages import write_page
 from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
-_MAX_WEIGHTS = 12_000_000  # maximum weights of all heads on a page: 32 MB of HTML, which a phone can still open
-_WINDOW_TOKENS = 512  # maximum tokens of the windows into which lines are cut, as in Clark et al.'s models
+_MAX_WEIGHTS = 12_000_000  # maximum number of weights of all heads: 32 MB of HTML, which a phone can still open
+_WINDOW_TOKENS = 512  # maximum number of tokens in a window, into which long lines are cut (BERT's maximum)
 _NUM_STRONGEST = 3  # number of heads listed for each kind of token
 
 
@@ -40,7 +40,7 @@ def write_attention_page(
 
     Args:
         folder: a run, an export, a released or a fine-tuned model.
-        text: the input whose matrices are drawn; by default the first line of the file.
+        text: the input whose matrices are drawn; by default the first line of `texts`.
         pair: the second segment of a pair.
         texts: UTF-8 file with one input per line, over which each head is averaged; by default only over `text`.
 
@@ -62,7 +62,7 @@ def write_attention_page(
 
 
 def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values for the template heads.html.j2; averages are over `lines`, or `text` without lines."""
+    """Return the values for the template heads.html.j2; averages are over `lines`, or over `text` if [] is given."""
     model = AttentionModel(folder)
     shape = model.shape
     tokens = _tokens_to_draw(model, text, pair)
@@ -131,7 +131,7 @@ def _page_data(tokens: DisplayTokens, weights: list[np.ndarray], statistics: Hea
             {"text": text, "special": bool(is_special), "joined": joined}
             for text, is_special, joined in zip(tokens.spellings, special, tokens.continues_word, strict=True)
         ],
-        "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
+        "weights": [base64.b64encode(np.rint(NLL * 65535).astype("<u2").tobytes()).decode() for NLL in weights],
         "kinds": [
             {
                 "name": kind,

@@ -64,7 +64,7 @@ def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
 
 
 def _rectangles(chosen_LL: np.ndarray) -> str:
-    """Return an SVG path of the chosen cells; adjacent cells of a row are one rectangle."""
+    """Return an SVG path that covers the chosen cells, with one rectangle for adjacent cells of a row."""
     parts = []
     for row, chosen_L in enumerate(chosen_LL):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen_L.astype(np.int8), [0]])))
@@ -84,7 +84,7 @@ def _head_pictures(history: dict[str, Any], uniform: dict[str, float]) -> list[H
     """Draw the heads that attend most to a kind of token at the last step, one head per kind."""
     records, last = history["records"], len(history["records"]) - 1
     indices = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))  # evenly spread
-    drawn = records if last < _MAX_STEPS else [records[index] for index in indices]
+    shown_records = records if last < _MAX_STEPS else [records[index] for index in indices]
     pictures = []
     for index, kind, share in distinct_heads(history["heads"], records[-1]["shares"], uniform):
         layer, head = history["heads"][index]
@@ -94,7 +94,7 @@ def _head_pictures(history: dict[str, Any], uniform: dict[str, float]) -> list[H
                 record["step"],
                 matrix_svg(unpack_matrix(record["matrices"][index]), f"attention of {name}, step {record['step']}"),
             )
-            for record in drawn
+            for record in shown_records
         ]
         pictures.append(HeadPictures(f"{name.capitalize()}: {share:.0%} to {KINDS[kind]}", matrices))
     return pictures
@@ -103,7 +103,7 @@ def _head_pictures(history: dict[str, Any], uniform: dict[str, float]) -> list[H
 def distinct_heads(
     heads: list[list[int]], shares: dict[str, Any], uniform: dict[str, float]
 ) -> list[tuple[int, str, float]]:
-    """Return (index in `heads`, kind, share) of the shares that exceed `uniform` most; no head or kind is repeated."""
+    """Return (index in `heads`, kind, share) of the heads that exceed `uniform` most, each head and kind only once."""
     candidates = sorted(
         (
             (shares[kind][layer][head] - uniform[kind], index, kind)
@@ -121,13 +121,13 @@ def distinct_heads(
 
 def _chart(kind: str, records: list[dict[str, Any]]) -> str:
     """Draw a chart of the head that attends most to `kind` at the last step, and of the mean of all heads."""
-    values = {r["step"]: np.array(r["entropy"] if kind == "entropy" else r["shares"][kind]) for r in records}
-    last = values[records[-1]["step"]]
+    arrays = {r["step"]: np.array(r["entropy"] if kind == "entropy" else r["shares"][kind]) for r in records}
+    last = arrays[records[-1]["step"]]
     index = int(last.argmin() if kind == "entropy" else last.argmax())
     layer, head = divmod(index, last.shape[1])
     series = [
-        Series(f"head {layer + 1}-{head + 1}", [(step, float(value[layer, head])) for step, value in values.items()]),
-        Series("mean of all heads", [(step, float(value.mean())) for step, value in values.items()], "held-out"),
+        Series(f"head {layer + 1}-{head + 1}", [(step, float(array[layer, head])) for step, array in arrays.items()]),
+        Series("mean of all heads", [(step, float(array.mean())) for step, array in arrays.items()], "held-out"),
     ]
     label = KINDS.get(kind, "entropy of the weights, nats")
     return line_chart(

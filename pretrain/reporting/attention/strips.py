@@ -9,7 +9,7 @@ from pretrain.reporting.charts import ticks
 
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
-_SPREAD = 0.6  # share of a layer's width that its heads, side by side, take
+_SPREAD = 0.6  # share of a layer's width that the dots of its heads take
 
 
 def percent(share: float) -> str:
@@ -43,10 +43,10 @@ def strip_chart(title: str, values: np.ndarray, uniform: float, *, format_y: Cal
         for tick in y_ticks
     ]
     parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(uniform)}" y2="{y(uniform)}"/>')
-    label_step = -(-layers // 12)
+    label_interval = -(-layers // 12)
     parts += [
         f'<text x="{x(layer, (heads - 1) / 2)}" y="{_HEIGHT - 8}" text-anchor="middle">{layer + 1}</text>'
-        for layer in range(0, layers, label_step)
+        for layer in range(0, layers, label_interval)
     ]
     means = " ".join(f"{x(layer, (heads - 1) / 2)},{y(float(values[layer].mean()))}" for layer in range(layers))
     parts.append(f'<polyline class="train" points="{means}"/>')

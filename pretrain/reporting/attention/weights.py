@@ -28,7 +28,7 @@ class DisplayTokens:
     Attributes:
         spellings: each token as spelled in the input, or the name of a special token.
         continues_word: whether each token continues the previous token's word.
-        token_types: int64 [L].
+        token_types: int64 [L], segment of each token.
         marks: the kinds of the tokens, for statistics.
     """
 
@@ -56,7 +56,7 @@ class AttentionModel:
         released = read_released(folder)
         self.shape, self.family = released.model, released.family
         self._tokenizer = read_tokenizer(folder, released.vocabulary_size)
-        self._segments = released.token_types > 1
+        self._uses_segments = released.token_types > 1
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._encoder = PaddedEncoder(released.model, released.backbone).to(self._device)
 
@@ -68,8 +68,8 @@ class AttentionModel:
     def windows(self, text: str, max_length: int) -> Iterator[DisplayTokens]:
         """Yield the tokens in windows of at most `max_length` tokens, each with its special tokens."""
         self._tokenizer.enable_truncation(max_length)
-        first = self._tokenizer.encode(text)
-        for window in (first, *first.overflowing):
+        encoding = self._tokenizer.encode(text)
+        for window in (encoding, *encoding.overflowing):
             yield _display_tokens(window, text, None)
 
     def weights(self, tokens: DisplayTokens) -> list[np.ndarray]:
@@ -78,13 +78,13 @@ class AttentionModel:
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
         attentions: list[torch.Tensor] = []
         with torch.inference_mode():
-            types = types_1L if self._segments else None
+            types = types_1L if self._uses_segments else None
             self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=attentions)
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in attentions]
 
 
 def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens:
-    """Convert an encoding of the tokenizers library."""
+    """Convert an encoding from the tokenizers library."""
     spellings: list[str] = []
     continues_word: list[bool] = []
     words: list[tuple[int, int] | None] = []  # (segment, index of the word) of each token; None for special tokens
@@ -112,17 +112,17 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
 def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
     is_special = np.array([word is None for word in words])
     is_first = is_special & (np.arange(len(is_special)) == 0)
-    spelled: dict[tuple[int, int], str] = {}
+    word_spellings: dict[tuple[int, int], str] = {}
     for spelling, word in zip(spellings, words, strict=True):
         if word is not None:
-            spelled[word] = spelled.get(word, "") + spelling.lower()
-    word_ids = {spelling: index for index, spelling in enumerate(dict.fromkeys(spelled.values()))}
-    word_indices = {word: index for index, word in enumerate(spelled)}
+            word_spellings[word] = word_spellings.get(word, "") + spelling.lower()
+    word_ids = {spelling: index for index, spelling in enumerate(dict.fromkeys(word_spellings.values()))}
+    word_indices = {word: index for index, word in enumerate(word_spellings)}
     return TokenMarks(
         ids=np.array(encoding.ids, np.int64),
         first=is_first,
         separator=is_special & ~is_first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
-        word=np.array([-1 if word is None else word_ids[spelled[word]] for word in words]),
+        word=np.array([-1 if word is None else word_ids[word_spellings[word]] for word in words]),
         word_index=np.array([-1 if word is None else word_indices[word] for word in words]),
     )

@@ -21,7 +21,7 @@ const make = (tag, values = {}, ...children) => {
   node.append(...children);
   return node;
 };
-const draw = (tag, values = {}, text = "") => {
+const makeSvg = (tag, values = {}, text = "") => {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(values)) node.setAttribute(key, value);
   node.textContent = text;
@@ -32,11 +32,11 @@ const draw = (tag, values = {}, text = "") => {
 
 // Draws the largest weight in each cell of a coarser grid, so that no line of the matrix is lost.
 const thumbnail = (canvas, layer, head) => {
-  const side = canvas.width, largest = new Float32Array(side * side), at = head * length * length;
+  const side = canvas.width, largest = new Float32Array(side * side), offset = head * length * length;
   for (let i = 0; i < length; i++)
     for (let j = 0; j < length; j++) {
       const cell = Math.floor(i * side / length) * side + Math.floor(j * side / length);
-      largest[cell] = Math.max(largest[cell], weights[layer][at + i * length + j]);
+      largest[cell] = Math.max(largest[cell], weights[layer][offset + i * length + j]);
     }
   const context = canvas.getContext("2d"), image = context.createImageData(side, side), ink = color("--train");
   largest.forEach((value, n) => image.data.set([...ink, 255 * Math.sqrt(value / 65535)], 4 * n));
@@ -143,7 +143,7 @@ const atPointer = event => {
   const [to, from] = [cellAt(event.clientX - box.left, frame.left), cellAt(event.clientY - box.top, frame.top)];
   return from >= 0 && from < length && to >= 0 && to < length ? [from, to] : null;
 };
-const readMatrix = () => {
+const showWeight = () => {
   const { from, to } = view, name = n => `“${tokens[n].text}”`;
   element("matrix-read").textContent = from !== null && to !== null
     ? `${name(from)} attends to ${name(to)}: ${percent(weight(from, to))}` : "Point at a cell to read its weight.";
@@ -160,12 +160,12 @@ canvas.addEventListener("pointerleave", event => { if (event.pointerType === "mo
 // ---- one head: its lines
 
 const box = document.querySelector(".lines");
-const svg = box.appendChild(draw("svg", { class: "tokens", tabindex: 0, role: "img" }));
-const pitch = length > 120 ? 16 : 21, allLines = svg.appendChild(draw("g")), chosenLines = svg.appendChild(draw("g"));
-const labels = svg.appendChild(draw("g"));
+const svg = box.appendChild(makeSvg("svg", { class: "tokens", tabindex: 0, role: "img" }));
+const pitch = length > 120 ? 16 : 21, allLines = svg.appendChild(makeSvg("g")), chosenLines = svg.appendChild(makeSvg("g"));
+const labels = svg.appendChild(makeSvg("g"));
 let sides = { left: 0, right: 0, width: 0 };
 
-const line = (group, from, to, value, other = false) => group.append(draw("line", {
+const line = (group, from, to, value, other = false) => group.append(makeSvg("line", {
   x1: sides.left + 6, x2: sides.right - 6, y1: (from + 0.5) * pitch, y2: (to + 0.5) * pitch,
   "stroke-opacity": Math.min(1, 0.08 + 0.92 * value).toFixed(3), "stroke-width": (0.5 + 3 * value).toFixed(2),
   ...(other ? { class: "other" } : {}),
@@ -181,10 +181,10 @@ const layOut = () => {
     tokens.forEach((token, n) => {
       const left = side === "from", x = left ? sides.left : sides.right, y = n * pitch;
       const text = tokenLabel(token).length > maxCharacters ? tokenLabel(token).slice(0, maxCharacters - 1) + "…" : tokenLabel(token);
-      const shade = draw("rect", { x: left ? 0 : x, y: y + 1, width: sides.left, height: pitch - 2, rx: 3, opacity: 0, class: `shade ${side}` });
-      const word = draw("text", { x, y: y + pitch * 0.7, "text-anchor": left ? "end" : "start", ...(token.special ? { class: "special" } : {}) }, text);
-      const figure = draw("text", { x: left ? 0 : width, y: y + pitch * 0.7, "text-anchor": left ? "start" : "end", class: `weight ${side}` });
-      const target = draw("rect", { x: left ? 0 : x, y, width: sides.left, height: pitch, class: "target" });
+      const shade = makeSvg("rect", { x: left ? 0 : x, y: y + 1, width: sides.left, height: pitch - 2, rx: 3, opacity: 0, class: `shade ${side}` });
+      const word = makeSvg("text", { x, y: y + pitch * 0.7, "text-anchor": left ? "end" : "start", ...(token.special ? { class: "special" } : {}) }, text);
+      const figure = makeSvg("text", { x: left ? 0 : width, y: y + pitch * 0.7, "text-anchor": left ? "start" : "end", class: `weight ${side}` });
+      const target = makeSvg("rect", { x: left ? 0 : x, y, width: sides.left, height: pitch, class: "target" });
       target.addEventListener("pointerenter", event => { if (event.pointerType === "mouse" && !view.pinned) choose(side, n); });
       target.addEventListener("click", () => {
         const isChosen = view.pinned && view[side] === n && view[left ? "to" : "from"] === null;
@@ -240,7 +240,7 @@ const paintChoice = () => {
   }
   element("lines-read").textContent = from !== null ? `“${tokens[from].text}” attends to` :
     to !== null ? `“${tokens[to].text}” is attended to by` : "Point at a token, or tap it, to see its weights.";
-  readMatrix();
+  showWeight();
   paintMatrix();
 };
 

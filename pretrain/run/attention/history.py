@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 # The kinds of tokens that can be told from token ids and positions alone; words are unknown here.
 RECORDED_KINDS = ("self", "previous", "next", "first", "separator", "same_token")
-_NUM_SEQUENCES, _SEQUENCE_LENGTH = 8, 64
+_NUM_SEQUENCES, _SEQUENCE_LENGTH = 8, 64  # number and maximum length of the held-out sequences
 _MATRIX_LENGTH = 24  # length of the sequence whose attention matrices are kept, in tokens
 _NUM_MATRICES = 24  # number of heads whose matrices are kept, evenly spaced over the model
-_MAX_RECORDS = 32  # records per file, so that it stays below about 1 MB; more are thinned evenly
+_MAX_RECORDS = 32  # maximum number of records in the file, which stays below about 1 MB; see `thin_records`
 
 
 class AttentionHistory:
@@ -60,15 +60,15 @@ class AttentionHistory:
         """Record the attention of the weights after `step` steps, unless there is a record of that step.
 
         So averaged weights, which are evaluated after the trained weights of the same step, are not recorded.
-        A file that cannot be written is reported in the log; the training continues.
+        If the file cannot be written, the log says so and training continues.
 
         Args:
-            step: optimizer steps taken.
+            step: number of optimizer steps so far.
             parameters: full tensors by name, in any precision and on any device; only the encoder's are used.
             model: shape of the encoder in the current phase; None for the shape passed at construction.
         """
-        earlier = read_history(self._path.parent).get("records", [])
-        if not self._sequences or any(record["step"] == step for record in earlier):
+        records = read_history(self._path.parent).get("records", [])
+        if not self._sequences or any(record["step"] == step for record in records):
             return
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
@@ -88,7 +88,7 @@ class AttentionHistory:
                 "heads": self._heads(),
                 "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED_KINDS},
                 "even_entropy": round(statistics.even_entropy, 4),
-                "records": thin_records([*earlier, record]),
+                "records": thin_records([*records, record]),
             }
         )
 
@@ -103,8 +103,8 @@ class AttentionHistory:
     def _heads(self) -> list[tuple[int, int]]:
         """Return (layer, head) of the heads whose matrices are kept: all, or `_NUM_MATRICES` evenly spaced ones."""
         count = self._model.depth * self._model.heads
-        kept = min(count, _NUM_MATRICES)
-        return [divmod(index * count // kept, self._model.heads) for index in range(kept)]
+        num_kept = min(count, _NUM_MATRICES)
+        return [divmod(index * count // num_kept, self._model.heads) for index in range(num_kept)]
 
     def _write(self, content: dict[str, Any]) -> None:
         try:
@@ -124,7 +124,7 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def unpack_matrix(matrix: str) -> np.ndarray:
-    """Return the attention weights in a record's `matrices`, float32 [L, L], exact to 1/255."""
+    """Return the attention weights in an entry of a record's `matrices`, float32 [L, L], exact to 1/255."""
     packed = np.frombuffer(base64.b64decode(matrix), np.uint8)
     length = round(len(packed) ** 0.5)
     return packed.reshape(length, length).astype(np.float32) / 255
@@ -148,13 +148,13 @@ def _select_sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
 
 
 def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> TokenMarks:
-    none = np.full(len(ids), -1)
+    no_words = np.full(len(ids), -1)
     first, separator = ids == special["cls"], ids == special["sep"]
-    return TokenMarks(ids, first, separator, np.zeros(len(ids), bool), word=none, word_index=none)
+    return TokenMarks(ids, first, separator, np.zeros(len(ids), bool), word=no_words, word_index=no_words)
 
 
 def thin_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop records until `_MAX_RECORDS` are left: closest neighbors first, never the first or the last record."""
+    """Drop records until `_MAX_RECORDS` are left, the closest ones first, but never the first or the last."""
     while len(records) > _MAX_RECORDS:
         gaps = [records[i + 1]["step"] - records[i - 1]["step"] for i in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]

@@ -1,6 +1,6 @@
 """Average attention of heads by kind of token (Clark et al. 2019, "What Does BERT Look At?", arXiv:1906.04341).
 
-Shape letters: L tokens of a sequence, N heads of a layer, Y layers, K kinds.
+Shape letters: L tokens of a sequence, S = L * L pairs of tokens, N heads of a layer, Y layers, K kinds.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # The kinds of tokens that a token may attend to, relative to that token. They overlap: the next token may be a
-# separator. Section 3.1 of the paper has relative positions, 3.2 separators and punctuation.
+# separator. Section 3.1 of the paper is about relative positions, 3.2 about separators and punctuation.
 KINDS = {
     "self": "itself",
     "previous": "the previous token",
@@ -32,8 +32,8 @@ class TokenMarks:
         first: bool mask of the special token at the start.
         separator: bool mask of the other special tokens.
         punctuation: bool mask of full stops and commas.
-        word: int64, id of the token's word, the same wherever the word occurs; -1 without a word.
-        word_index: int64, index of the token's word in the sequence; -1 without a word.
+        word: int64, id of the token's word, equal wherever the word occurs; -1 if the token is not part of a word.
+        word_index: int64, index of the token's word within the sequence; -1 if the token is not part of a word.
     """
 
     ids: np.ndarray
@@ -44,7 +44,7 @@ class TokenMarks:
     word_index: np.ndarray
 
     def selectors(self) -> np.ndarray:
-        """Return float32 [K, L, L], K as in `KINDS`: 1 where the column's token is of that kind for the row's token."""
+        """Return float32 [K, L, L], in the order of `KINDS`: 1 where the column's token has the kind for the row's."""
         length = len(self.ids)
         is_content = ~(self.first | self.separator)
         itself = np.eye(length, dtype=bool)
@@ -69,9 +69,9 @@ class HeadStatistics:
     def __init__(self) -> None:
         self.texts, self.tokens = 0, 0
         # Sums over tokens, for the heads and for even attention:
-        self._mass: np.ndarray = np.zeros(())  # attention to each kind, [K, Y, N]
+        self._totals: np.ndarray = np.zeros(())  # attention to each kind, [K, Y, N]
         self._entropy: np.ndarray = np.zeros(())  # [Y, N]
-        self._even_mass, self._even_entropy = np.zeros(len(KINDS)), 0.0
+        self._even_totals, self._even_entropy = np.zeros(len(KINDS)), 0.0
 
     def add(self, weights: Sequence[np.ndarray], marks: TokenMarks) -> None:
         """Add a sequence.
@@ -82,26 +82,26 @@ class HeadStatistics:
         """
         length, selectors = len(marks.ids), marks.selectors()
         flat_KS = selectors.reshape(len(KINDS), -1)
-        self._mass = self._mass + np.stack([flat_KS @ layer.reshape(len(layer), -1).T for layer in weights], axis=1)
+        self._totals = self._totals + np.stack([flat_KS @ layer.reshape(len(layer), -1).T for layer in weights], axis=1)
         self._entropy = self._entropy + np.stack([_entropy(layer).sum(-1) for layer in weights])
-        self._even_mass = self._even_mass + flat_KS.sum(-1) / length
+        self._even_totals = self._even_totals + flat_KS.sum(-1) / length
         self._even_entropy += length * math.log(length)
         self.texts, self.tokens = self.texts + 1, self.tokens + length
 
     @property
     def shares(self) -> dict[str, np.ndarray]:
-        """Return kind -> [Y, N], the share of a head's attention to that kind, averaged over attending tokens."""
-        return dict(zip(KINDS, self._mass / self.tokens, strict=True))
+        """Return {kind: [Y, N], share of each head's attention to that kind, averaged over attending tokens}."""
+        return dict(zip(KINDS, self._totals / self.tokens, strict=True))
 
     @property
     def entropy(self) -> np.ndarray:
-        """Return [Y, N], the mean entropy of attention weights in nats: low if a head attends to few tokens."""
+        """Return [Y, N], the mean entropy in nats of each head's attention weights: low if it attends to few tokens."""
         return self._entropy / self.tokens
 
     @property
     def even_shares(self) -> dict[str, float]:
         """Return the shares of a head that attends to all tokens evenly."""
-        return dict(zip(KINDS, (self._even_mass / self.tokens).tolist(), strict=True))
+        return dict(zip(KINDS, (self._even_totals / self.tokens).tolist(), strict=True))
 
     @property
     def even_entropy(self) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_ENTRIES = 10_000_000  # maximum entries of a bucket, 20 MB in half precision: larger ones save no time
+BUCKET_ENTRIES = 10_000_000  # maximum number of entries in a bucket: 20 MB in half precision; more save no time
 # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -59,33 +59,33 @@ class WeightGather:
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Parameter], Tensor]]) -> None:
-        """`buckets` are (parameters, their flat weights); flat weights consist of equal parts, one per rank."""
+        """`buckets` are pairs (parameters, their flat weights); flat weights have one equal part per rank."""
         self._flats = [flat for _, flat in buckets]
         self._pending: dict[int, Any] = {}  # handles of running collectives, by index of the bucket
         self.waited_seconds = 0.0
         if dist.get_world_size() == 1:
-            self._order: list[int] = []
+            self._gather_order: list[int] = []
             return
         bucket_of = {id(p): index for index, (parameters, _) in enumerate(buckets) for p in parameters}
         blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
-        outside = {bucket_of[id(p)] for p in model.parameters() if id(p) not in in_blocks}
-        needed_buckets = [(model, outside)]
+        outside_blocks = {bucket_of[id(p)] for p in model.parameters() if id(p) not in in_blocks}
+        needed_buckets = [(model, outside_blocks)]
         needed_buckets += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
-        self._order = list(dict.fromkeys(index for _, indices in needed_buckets for index in sorted(indices)))
+        self._gather_order = list(dict.fromkeys(index for _, indices in needed_buckets for index in sorted(indices)))
         for module, indices in needed_buckets:
             module.register_forward_pre_hook(lambda *_, indices=frozenset(indices): self._wait(indices))
 
     def start(self) -> None:
         """Start gathering all weights, after this rank has updated its part of each bucket."""
-        for index in self._order:
+        for index in self._gather_order:
             flat = self._flats[index]
             part = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
             self._pending[index] = all_gather(flat, part, async_op=True)
 
     def finish(self) -> None:
         """Wait until all weights are gathered."""
-        self._wait(frozenset(self._order))
+        self._wait(frozenset(self._gather_order))
 
     def _wait(self, indices: frozenset[int]) -> None:
         started = time.perf_counter()

@@ -27,7 +27,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "steps_per_print": _NEVER,
         # This timer would synchronize with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
-        # If the state layout clips gradients, clipping again would cost another collective.
+        # If the state layout clips gradients, DeepSpeed must not: that would cost another collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
@@ -37,8 +37,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
             # Align weights to 16 bytes for cuBLAS's fast kernels; compiled code copies unaligned weights in each call.
             "parameter_alignment": True,
             "reduce_bucket_size": BUCKET_ENTRIES,
-            # If the user's section makes DeepSpeed sum gradients in stages 1 and 2, send each only to its owner, which
-            # takes half the bytes of an all-reduce.
+            # If the user's section makes DeepSpeed sum gradients in stages 1 and 2, it sends each only to its owner,
+            # which takes half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
             # In stage 3, gather small parameters together with others, not one by one.
             "stage3_param_persistence_threshold": 0,

@@ -22,7 +22,7 @@ CHECKED_VERSION = "0.19.8"  # the version of DeepSpeed whose source was read for
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 
-_PART_MULTIPLE = 8  # the number of entries in a rank's part of the weights is a multiple of this
+_PART_MULTIPLE = 8  # divisor of the number of entries in each rank's part of the weights
 
 
 def import_deepspeed() -> Any:
@@ -47,13 +47,13 @@ def import_deepspeed() -> Any:
 @contextlib.contextmanager
 def without_nvml() -> Iterator[None]:
     """Make DeepSpeed query free memory through torch: with NVML it parses CUDA_VISIBLE_DEVICES as numbers."""
-    imported = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
+    saved_modules = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
     sys.modules["pynvml"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["pynvml"]
-        sys.modules.update(imported)
+        sys.modules.update(saved_modules)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def use_world_group() -> None:
 def replace_gradient_sums(optimizer: Any, add: Callable[[nn.Parameter, int], None]) -> None:
     """Make stage 1 or 2 call only `add` for each gradient, with its parameter and the index of its group."""
     for name, replacement in (("process_gradients", add), ("independent_gradient_partition_epilogue", lambda: None)):
-        if not hasattr(optimizer, name):  # setting it would have no effect
+        if not hasattr(optimizer, name):  # renamed, so a replacement would have no effect
             raise RuntimeError(f"{type(optimizer).__name__} of DeepSpeed has no {name}, which {CHECKED_VERSION} has")
         setattr(optimizer, name, replacement)
 

@@ -41,18 +41,18 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-MIN_SPLIT_ENTRIES = 1 << 14  # minimum size of a replicated fragment to be read in parts, one per rank
+MIN_SPLIT_ENTRIES = 1 << 14  # minimum number of entries of a replicated fragment whose reading the ranks divide
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of one optimizer step. The norm stays on the device; reading `applied` waits for the device."""
 
-    norm: Tensor  # fp64 scalar, the gradients' global norm before clipping; not finite if the step was skipped
+    norm: Tensor  # global norm of the gradients before clipping, fp64 scalar; not finite if the step was skipped
 
     @property
     def applied(self) -> bool:
-        """False if the weights were not changed because of NaN or inf in the gradients."""
+        """Return whether the weights were updated; false if the gradients contained NaN or inf."""
         return math.isfinite(self.norm)
 
 
@@ -90,7 +90,7 @@ class Engine:
 
     Attributes:
         shapes: the parameters' shapes, by name.
-        module: the model as wrapped by DeepSpeed.
+        module: the model, with the parameters that DeepSpeed cast and moved.
         averaged_steps: number of steps whose weights are in the running mean; 0 if there is none.
         variant: settings that passes depend on, such as rotary bases; a CUDA graph is recorded for each value.
         workers: the group of all ranks.
@@ -117,15 +117,14 @@ class Engine:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
-        self.settings = settings
-        self.watch = watch
+        self.settings, self.watch = settings, watch
         named_parameters = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named_parameters}
         self._optimizer = make_optimizer(named_parameters)
         uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
         if uses_gradient_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.BUCKET_ENTRIES)
-        names = [list(group["names"]) for group in self._optimizer.param_groups]
+        group_names = [list(group["names"]) for group in self._optimizer.param_groups]
         self._deepspeed = _initialize(
             deepspeed, model, self._optimizer, deepspeed_config(settings, self.world_size), settings
         )
@@ -138,7 +137,7 @@ class Engine:
         inputs = LayoutInputs(
             deepspeed=self._deepspeed,
             optimizer=self._optimizer,
-            names=names,
+            group_names=group_names,
             parameters=dict(self.module.named_parameters()),
             shapes=self.shapes,
             rank=self.rank,
@@ -172,7 +171,7 @@ class Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Backpropagate `loss`, this rank's share of the global loss, and accumulate the gradients.
 
-        `last` tells whether the micro-batch is the last of the step.
+        `last` is whether the micro-batch is the last one of the step.
         """
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self.sums is None:  # DeepSpeed's reduction divides by the number of workers
@@ -238,7 +237,7 @@ class Engine:
         return StepResult(norm)
 
     def scale_updates(self, name: str, entries: int, factor: float) -> None:
-        """Scale all future updates of a parameter's first `entries` entries by `factor`; with 0 they never change."""
+        """Scale all future updates of a parameter's first `entries` entries by `factor`; 0 freezes these entries."""
         tensors = [
             fragment.tensors["weight"][: entries - fragment.start]
             for fragment in self.fragments()
@@ -292,7 +291,7 @@ class Engine:
 
         Args:
             reader: reader of the saved fragments.
-            state: the return value of `state()` when they were saved; None for a new run.
+            state: the result of `state()` when the fragments were saved; None for a new run.
         """
         state = state or {}
         self.averaged_steps = state.get("averaged", 0)
@@ -339,7 +338,7 @@ class Engine:
         gc.collect()
 
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
-        """Read a fragment, fp32 [numel]. If every rank holds it, each reads a part, and an all-gather joins them."""
+        """Read a fragment, fp32 [numel]. If every rank stores it, each reads a part, and an all-gather joins them."""
         start, numel = fragment.start, fragment.numel
         if not fragment.replicated or self.world_size == 1 or numel < MIN_SPLIT_ENTRIES:
             return reader.read(kind, fragment.name, start, numel)
@@ -386,7 +385,7 @@ class Engine:
 def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
 ) -> Any:
-    """Create DeepSpeed's engine. Raises `InputError` if it rejects `engine.deepspeed`."""
+    """Create DeepSpeed's engine. Raises `InputError` if DeepSpeed rejects `engine.deepspeed`."""
     try:
         with uncompiled():
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -15,15 +15,15 @@ from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import BUCKET_ENTRIES
 from pretrain.training.optim import sums_of_squares
 
-PIECE_ENTRIES = BUCKET_ENTRIES  # entries per collective; larger pieces save no time, and each is copied three times
-_ADDITION_ENTRIES = 1 << 20  # maximum entries per addition on a CPU
-MAX_IN_FLIGHT = 8  # maximum pieces sent simultaneously, 160 MB in half precision
+PIECE_ENTRIES = BUCKET_ENTRIES  # number of entries per collective; larger pieces need more memory and save no time
+_ADDITION_ENTRIES = 1 << 20  # maximum number of entries per addition on a CPU
+MAX_IN_FLIGHT = 8  # maximum number of pieces sent simultaneously: 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduces_in_transit() -> bool:
-    """Return whether the backend should sum the workers' parts: not gloo, which would round more often."""
+    """Return whether the backend should sum the workers' parts; gloo should not, since it would round more often."""
     return dist.get_backend() != "gloo"
 
 
@@ -32,14 +32,13 @@ class GradientSums:
 
     Each gradient is added when it is computed. Each rank owns a part of every bucket (`buckets`). A complete bucket is
     sent to its owners: in stage 1 during a step's last backward pass; in stage 2, which does not keep all sums,
-    during each. All ranks send the same buckets in the same order, whatever the order of gradients.
+    during every one. All ranks send the same buckets in the same order, whatever the order of gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
-    precision, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is rounded
-    once, before it is sent, and the owner's part is not rounded. NCCL adds parts along its ring and rounds each sum,
-    but needs only one collective per piece. DeepSpeed needs one per piece and owner, and waits for the device before
-    each (stage_1_and_2.py, allreduce_and_copy).
+    precision, and gloo rounds after adding each worker's part. Here, with gloo, each part is rounded once, before it is
+    sent; the owner's is not sent. NCCL adds parts along its ring and rounds each sum, but needs only one collective per
+    piece. DeepSpeed needs one per piece and owner, and waits for the device before each (allreduce_and_copy).
 
     Attributes:
         local_parts: fp32 [entries of the part], this rank's part of each bucket's sums, complete after `finish`.
@@ -65,7 +64,7 @@ class GradientSums:
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
         self.local_parts = [bucket.part for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # buckets to send in this backward pass, in order
-        self._pending: deque[_InFlight] = deque()
+        self._pending: deque[_PieceInFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
@@ -74,12 +73,12 @@ class GradientSums:
         return self._keeps_all
 
     def nonzero_parts(self) -> list[Tensor]:
-        """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
-        tables = map(self.table, range(len(self.local_parts)))
+        """Return `local_parts`, but for tables with sparse gradients only the rows that have gradients."""
+        tables = map(self.sparse_sums, range(len(self.local_parts)))
         return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.local_parts, tables, strict=True)]
 
-    def table(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Return (sums [V, H], indices of the rows with gradients) if a bucket is one table with sparse gradients."""
+    def sparse_sums(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return (sums [V, H], indices of rows with gradients) if a bucket is one table with sparse gradients."""
         bucket = self._buckets[index]
         # On a GPU, the host would have to wait for the indices, and the GPU reads a whole table in microseconds.
         if bucket.rows is None or bucket.shape is None or not bucket.part.is_cpu:
@@ -109,7 +108,7 @@ class GradientSums:
                 bucket.missing, bucket.is_sent = set(bucket.slices), False
 
     def end_backward(self) -> None:
-        """Finish the backward pass: also send buckets that did not get all of their gradients."""
+        """Finish the backward pass: send the remaining buckets, which did not get all of their gradients."""
         while self._to_send:
             self._send(self._to_send.popleft())
 
@@ -142,29 +141,30 @@ class GradientSums:
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_InFlight(local, received, work, replaces=self._keeps_all and reduces_in_transit()))
+            includes_local = self._keeps_all and reduces_in_transit()
+            self._pending.append(_PieceInFlight(local, received, work, includes_local))
 
     def _receive(self) -> None:
         """Add the other ranks' parts of the oldest piece to this rank's part."""
-        local, received, work, replaces = self._pending.popleft()
+        local, received, work, includes_local = self._pending.popleft()
         work.wait()
-        if replaces:  # the received sum includes this rank's part
+        if includes_local:
             local.copy_(received)
         elif received.dim() == 1:
             _add_entries(local, received)
         else:
-            for other, row in enumerate(received):
-                if not self._keeps_all or other != dist.get_rank():
-                    _add_entries(local, row)
+            for rank, part in enumerate(received):
+                if not self._keeps_all or rank != dist.get_rank():
+                    _add_entries(local, part)
 
 
-class _InFlight(NamedTuple):
+class _PieceInFlight(NamedTuple):
     """A piece that is being sent."""
 
-    local: Tensor  # fp32 [entries], this rank's part of the sums
-    received: Tensor  # [entries], the sum over ranks, or [workers, entries], each rank's summand
+    local: Tensor  # this rank's part of the sums, fp32 [entries]
+    received: Tensor  # the sum over ranks, [entries], or each rank's summand, [workers, entries]
     work: Any  # handle of the collective
-    replaces: bool  # whether `received` replaces `local` instead of being added to it
+    includes_local: bool  # whether `received` includes `local`, and so replaces it
 
 
 class _Bucket:
@@ -173,10 +173,10 @@ class _Bucket:
     Attributes:
         part: fp32 [entries of the part], this rank's part of the sums over workers.
         filled: ids of the parameters whose slice contains a gradient.
-        missing: if the bucket is sent in this micro-batch, ids of the parameters that still lack a gradient in it.
+        missing: ids of the parameters whose gradient in this micro-batch is awaited before the bucket is sent.
         is_sent: whether the bucket has been sent in this micro-batch.
-        shape: shape of the bucket's parameter, if it has only one and there is only one worker; otherwise None.
-        rows: int64, indices of that parameter's rows whose sums may be nonzero; None if unknown.
+        shape: shape of the bucket's only parameter; None if it has several, or if there are several workers.
+        rows: indices of that parameter's rows whose sums may be nonzero, int64; None if unknown.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, keeps_all: bool) -> None:
@@ -187,7 +187,7 @@ class _Bucket:
         self.is_sent = False
         self.filled: set[int] = set()
         self._weights, self._workers, self._keeps_all = weights.detach(), dist.get_world_size(), keeps_all
-        self._sums: Tensor | None = None  # [entries]: a step's sums in fp32, or a micro-batch's in the weights' dtype
+        self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the weights' dtype
         is_single = keeps_all and len(parameters) == 1 and self._workers == 1
         self.shape = parameters[0].shape if is_single else None
         self.rows: Tensor | None = None

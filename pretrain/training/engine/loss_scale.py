@@ -19,7 +19,7 @@ class LossScale:
 
     cur_scale: float  # the scale of the next step
     is_fixed: bool  # whether the scale never changes
-    window: int
+    window: int  # number of steps without overflow after which the scale is doubled
     minimum: float  # the lowest scale
     hysteresis: int  # number of overflows that lower the scale once
     resets_hysteresis: bool  # whether each step without overflow restores the full `cur_hysteresis`
@@ -48,7 +48,7 @@ class LossScale:
         if not self.is_fixed and overflow:
             self._lower()
         elif not self.is_fixed:
-            steps = self.cur_iter - self.last_overflow_iter - 1  # number of steps without overflow before this one
+            steps = self.cur_iter - self.last_overflow_iter - 1  # number of steps before this one without overflow
             doubles = steps > 0 and steps % self.window == 0
             if self.resets_hysteresis or doubles:
                 self.cur_hysteresis = self.hysteresis

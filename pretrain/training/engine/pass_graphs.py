@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim.lists import foreach
 
-WARMUP_PASSES = 2  # passes of a shape before one is recorded: recording rare shapes is not worth it
-_MAX_RECORDINGS = 64
+WARMUP_PASSES = 2  # number of passes of a shape before one is recorded: recording rare shapes is not worth it
+_MAX_RECORDINGS = 64  # number of recordings, after which the least recently used one is deleted
 
 # Function that maps (the module's output, fp32 weights of its losses on the device) to (loss, sums for metrics [n]).
 LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -30,7 +30,7 @@ class PassGraphs:
     share one memory pool, since only one is replayed at a time. Launched passes do not use this pool.
     """
 
-    replayed = 0  # number of replayed passes
+    replay_count = 0
 
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
@@ -48,7 +48,7 @@ class PassGraphs:
         Args:
             batch: a dataclass of tensors on the device and `lengths` on the host; other fields must not vary.
             loss_weights: weights of the losses, equal for all micro-batches of a step.
-            compute: computes the loss and the totals; must be the same function in each call.
+            compute: function that computes the loss and the totals; must be the same function in each call.
             variant: a hashable value of anything else that the module's passes depend on.
         """
         if self._loss_weights is None:
@@ -71,7 +71,7 @@ class PassGraphs:
             self._sums.mark_filled(recording.parameters)
         self._recordings[key] = recording  # puts the most recently used one at the end
         recording.graph.replay()
-        self.replayed += 1
+        self.replay_count += 1
         return recording.totals.clone()
 
     def _run_pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
@@ -83,9 +83,9 @@ class PassGraphs:
         loss, totals = compute(torch.func.functional_call(self._module, leaves, batch), self._loss_weights)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         pairs = zip(self._parameters.values(), gradients, strict=True)
-        reached = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        self._sums.add(reached)
-        return totals.detach(), [parameter for parameter, _ in reached]
+        used = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        self._sums.add(used)
+        return totals.detach(), [parameter for parameter, _ in used]
 
     def _record(self, batch: Any, compute: LossAndTotals) -> _Recording:
         graph = torch.cuda.CUDAGraph()
@@ -107,8 +107,8 @@ class _Recording(NamedTuple):
 
     def copy_in(self, batch: Any) -> None:
         """Copy a micro-batch of the same shape to the recording's input."""
-        inputs, new = tensors_of(self.batch), tensors_of(batch)
-        foreach._foreach_copy_(list(inputs.values()), list(new.values()))
+        inputs, values = tensors_of(self.batch), tensors_of(batch)
+        foreach._foreach_copy_(list(inputs.values()), list(values.values()))
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:

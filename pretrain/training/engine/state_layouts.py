@@ -82,15 +82,15 @@ class LayoutInputs:
 
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # our optimizer, which DeepSpeed's wrapper steps
-    names: Sequence[Sequence[str]]  # names of each optimizer group's parameters
-    parameters: Mapping[str, nn.Parameter]
+    group_names: Sequence[Sequence[str]]  # names of each optimizer group's parameters
+    parameters: Mapping[str, nn.Parameter]  # the model's, in its dtype, sharded in stage 3
     shapes: Mapping[str, torch.Size]  # shapes of the unsharded parameters
     rank: int
     world_size: int
     clip_norm: float  # maximum gradient norm; 0 does not clip
     scales_loss: bool  # whether the loss is scaled (fp16)
     uses_gradient_sums: bool  # result of the function `uses_gradient_sums`
-    sum_over_workers: Callable[[Tensor], Tensor]
+    sum_over_workers: Callable[[Tensor], Tensor]  # sums a tensor over all ranks in place
 
     @property
     def wrapper(self) -> Any:
@@ -173,8 +173,8 @@ class StateLayout(ABC):
 
         Args:
             masters: the tensors that the optimizer updates.
-            gradients: their fp32 gradients, of any shape, which are overwritten.
-            norm: the global norm of the gradients, which include the loss scale; fp64 scalar.
+            gradients: fp32 gradients of `masters`, of any shape; they are overwritten.
+            norm: global norm of the gradients, including the loss scale; fp64 scalar.
         """
         if self._checks_on_host() and not norm.isfinite():
             return False
@@ -202,7 +202,7 @@ class StateLayout(ABC):
         return self._inputs.scales_loss or not (is_fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
     def _clip_and_unscale(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip gradients and remove their loss scale; the fused AdamW does both when it reads a gradient."""
+        """Clip gradients and divide them by the loss scale; the fused AdamW does both when it reads a gradient."""
         scale, clip, optimizer = self._loss_scale, self._inputs.clip_norm, self._inputs.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
         skipped = norm.isfinite().logical_not().float()
@@ -238,7 +238,7 @@ def layout_class(settings: EngineConfig) -> type[StateLayout]:
 
 
 class CustomStepLayout(StateLayout):
-    """A layout whose `_take_step` DeepSpeed's engine calls instead of its optimizer's step."""
+    """A layout whose `_take_step` replaces the step of DeepSpeed's optimizer."""
 
     _norm = torch.zeros(())  # norm of the gradients, including the loss scale; not finite if the step is skipped
 
@@ -267,7 +267,7 @@ class Stage0Fp32Layout(StateLayout):
     replicated = True
 
     def pieces(self) -> Iterator[ParameterPiece]:
-        names = (name for group in self._inputs.names for name in group)
+        names = (name for group in self._inputs.group_names for name in group)
         masters = dict(zip(names, self.flats(), strict=True))
         for name in self._inputs.parameters:
             yield ParameterPiece(name, 0, masters[name], slice(0, masters[name].numel()))
@@ -287,14 +287,15 @@ class Stage0Fp32Layout(StateLayout):
 
 
 class Stage0HalfLayout(CustomStepLayout, Stage0Fp32Layout):
-    """fp32 master weights in addition to the model's weights, one tensor per parameter.
+    """Every rank stores fp32 master weights besides the model's weights, one tensor per parameter.
 
     DeepSpeed's own step would read a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
     """
 
     def __init__(self, inputs: LayoutInputs) -> None:
         super().__init__(inputs)
-        self._weights = [inputs.parameters[name] for group in inputs.names for name in group]  # in the order of `flats`
+        # In the order of `flats`.
+        self._weights = [inputs.parameters[name] for group in inputs.group_names for name in group]
         self._replace_step()
 
     def refresh(self, reader: FragmentReader) -> None:
@@ -324,11 +325,11 @@ class Stage1Layout(CustomStepLayout):
 
     def __init__(self, inputs: LayoutInputs) -> None:
         super().__init__(inputs)
-        self._group_of = {name: index for index, names in enumerate(inputs.names) for name in names}
-        self._seen: dict[int, Tensor] = {}  # which rows ever had a gradient (see `step_table`), by index of the table
+        self._group_of = {name: index for index, names in enumerate(inputs.group_names) for name in names}
+        self._seen: dict[int, Tensor] = {}  # table's index -> whether each row ever had a gradient (see `step_table`)
         self._already_cast: set[int] = set()  # indices of the weights that `step_table` has cast in this step
         buckets = []
-        for names, master in zip(inputs.names, self.flats(), strict=True):
+        for names, master in zip(inputs.group_names, self.flats(), strict=True):
             parameters = [inputs.parameters[name] for name in names]
             buckets.append((parameters, whole_storage(parameters[0], master.numel() * inputs.world_size)))
         self._weights = [flat for _, flat in buckets]  # in the model's dtype
@@ -348,7 +349,7 @@ class Stage1Layout(CustomStepLayout):
                 yield ParameterPiece(name, start - offset, flat, slice(start - part_offset, stop - part_offset))
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Gather the weights from the ranks that own them, so that each rank reads only its part."""
+        """Gather the weights from the ranks that own them: each rank has loaded only its part."""
         self._seen = {}
         self._distribute_weights()
         self.wait_for_weights()
@@ -366,17 +367,17 @@ class Stage1Layout(CustomStepLayout):
             self._distribute_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Update tables with sparse gradients, faster: AdamW only decays the many rows that never had a gradient."""
+        """Update tables with sparse gradients faster than AdamW would: rows that never had a gradient only decay."""
         optimizer, stepped = self._inputs.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
             return stepped
         for index, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            table = self.sums.table(index)
-            if table is None or not supports_native(weights):
+            sparse_sums = self.sums.sparse_sums(index)
+            if sparse_sums is None or not supports_native(weights):
                 continue
             stepped.add(index)
             if norm.isfinite():
-                gradient, rows = table
+                gradient, rows = sparse_sums
                 seen = self._seen.setdefault(index, torch.full((len(gradient),), 2, dtype=torch.uint8))
                 seen[rows] = 1
                 divisor = float(optimizer.grad_scale)  # pyright: ignore[reportAttributeAccessIssue]
@@ -411,7 +412,7 @@ class Stage3Layout(StateLayout):
         super().__init__(inputs)
         local_part = deepspeed_patches.import_deepspeed().utils.safe_get_local_fp32_param
         # This rank's part of each parameter's master weights, including padding: views of a few flat tensors.
-        self._masters = {name: local_part(inputs.parameters[name]) for names in inputs.names for name in names}
+        self._masters = {name: local_part(inputs.parameters[name]) for names in inputs.group_names for name in names}
         self._flats = list(dict.fromkeys(master._base for master in self._masters.values()))
 
     def flats(self) -> list[Tensor]:

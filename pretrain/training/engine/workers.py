@@ -101,7 +101,7 @@ def broadcast_object(value: Any, group: Any = None) -> Any:
 
 
 def end_process_group() -> None:
-    """Destroy the process group, also DeepSpeed's, so that this process can start another run."""
+    """Destroy the process group, including DeepSpeed's, so that this process can start another run."""
     if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
         sys.modules["deepspeed"].comm.destroy_process_group()
     else:

@@ -60,7 +60,7 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
 
 
 def _split_off_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
-    """Split each group: matrices that Muon orthogonalizes, with `lr_scale` times the learning rate, and the rest."""
+    """Split each group into matrices to orthogonalize, with `lr_scale` times the learning rate, and the rest."""
     split_groups = []
     for group in groups:
         for orthogonal in (True, False):

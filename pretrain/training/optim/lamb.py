@@ -42,26 +42,26 @@ class Lamb(TensorwiseOptimizer):
         if not self._segments:
             return
         self._prepare_skip()
-        adapted: list[tuple[float, list[TensorPiece]]] = []  # (learning rate, pieces) of adapted groups
+        adapted_groups: list[tuple[float, list[TensorPiece]]] = []  # (learning rate, pieces)
         for group in self.param_groups:
             is_adapted = group["layer_adaptation"]
             whole_parameters = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
             pieces = self._start_step(group, self._parameters_with_segments(group) if is_adapted else whole_parameters)
             self._compute_updates(group, pieces)
             if is_adapted and pieces:
-                adapted.append((group["lr"], pieces))
+                adapted_groups.append((group["lr"], pieces))
             elif pieces:
                 weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
                 if self._applied is not None:
                     foreach._foreach_mul_(updates, self._zero_if_skipped(1.0))
                 foreach._foreach_add_(weights, updates, alpha=-group["lr"])
         if any(group["layer_adaptation"] for group in self.param_groups):
-            self._step_adapted(adapted)
+            self._step_adapted(adapted_groups)
 
-    def _step_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
+    def _step_adapted(self, groups: list[tuple[float, list[TensorPiece]]]) -> None:
         """Step each piece, scaled by its tensor's trust ratio; every worker must call this, even without pieces."""
         squared_norms = self._zero_sums()
-        for _, pieces in adapted:
+        for _, pieces in groups:
             ids, _ = self._ids_and_sizes(pieces)
             squared_norms[0].index_add_(0, ids, sums_of_squares([piece.weights for piece in pieces]))
             squared_norms[1].index_add_(0, ids, sums_of_squares([piece.gradient for piece in pieces]))
@@ -70,7 +70,7 @@ class Lamb(TensorwiseOptimizer):
         both_nonzero = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(both_nonzero, weight_norms / update_norms, 1.0).to(torch.float32)
         ratios *= self._zero_if_skipped(1.0)
-        for lr, pieces in adapted:
+        for lr, pieces in groups:
             # This takes one kernel per piece: torch has no operation that takes a list of factors on the device.
             factors = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]

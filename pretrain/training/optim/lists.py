@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-foreach: Any = torch  # torch without types: its type stubs lack `_foreach_*`
+foreach: Any = torch  # untyped, because torch's type stubs lack `_foreach_*`
 
-BATCH_ENTRIES = 1 << 25  # maximum entries per operation on a GPU: each temporary takes up to 128 MB
+BATCH_ENTRIES = 1 << 25  # maximum number of entries per operation on a GPU, whose temporaries take up to 128 MB each
 
 
 def uses_foreach(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Maximum matrix entries per round and worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
+# Maximum number of entries per round and worker: 64 MB in fp32. Larger rounds need more memory and save little time.
 ROUND_ENTRIES = 1 << 24
 
 Shape = tuple[int, int]  # (rows, columns)
@@ -62,12 +62,12 @@ class Round:
 
 
 def plan_rounds(
-    stored: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, replicated: bool
+    pieces_by_rank: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, replicated: bool
 ) -> list[Round]:
     """Plan the rounds of `rank`.
 
     Args:
-        stored: the pieces that each worker stores.
+        pieces_by_rank: the pieces that each worker stores.
         shapes: the shapes of all matrices, by tensor id.
         rank: the worker whose rounds are returned.
         replicated: whether every worker stores all matrices, so that owners need no pieces from other workers.
@@ -75,7 +75,7 @@ def plan_rounds(
     Returns:
         The rounds in order: the same number for all workers, with matching sends and receives.
     """
-    pieces = [sorted(rank_pieces) for rank_pieces in stored]
+    pieces = [sorted(rank_pieces) for rank_pieces in pieces_by_rank]
     ids = sorted({piece.tensor_id for rank_pieces in pieces for piece in rank_pieces}, key=lambda i: (shapes[i], i))
     rounds = []
     for round_ids in _split_ids(ids, shapes, ROUND_ENTRIES * len(pieces)):
@@ -124,7 +124,7 @@ def _assign_owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) ->
 
 
 def _cost(shape: Shape) -> int:
-    """Return the relative cost of orthogonalizing a matrix: its Gram matrix, and the products with it."""
+    """Return the relative cost of orthogonalizing a matrix: of its Gram matrix, and of the products with it."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 

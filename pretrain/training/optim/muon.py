@@ -21,8 +21,8 @@ from pretrain.training.optim.tensorwise import Segment, assign_tensor_ids
 
 # Newton-Schulz iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: coefficients, and steps.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
-_UPDATE_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
-# Width up to which matrices are batched on CPUs. Without, bf16 takes 1.5 times as long, and at width 128, 4 to 5 times.
+_UPDATE_RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
+# Matrices up to this width are batched on CPUs. Unbatched, bf16 takes 1.5 times as long, and 4 to 5 times at width 128.
 _MAX_BATCHED_WIDTH = 256
 
 
@@ -65,7 +65,7 @@ class Muon(SkippingOptimizer):
 
     Each param group has the entries `names`, one name per parameter, and `orthogonal`, whether all its parameters are
     matrices to orthogonalize. Parameters must be contiguous fp32. Before the first step, call `set_shards` and set the
-    state, without a second moment for matrices. `step` overwrites the gradient.
+    state; matrices have no second moment. `step` overwrites the gradient.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Muon(SkippingOptimizer):
         flats = {self._flat_index[flat]: flat for flat in lrs}
         key = tuple(sorted(flats))
         if key not in self._rounds:
-            stored = [[piece for piece in rank_pieces if piece.flat_index in flats] for rank_pieces in self._pieces]
-            self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._replicated)
+            pieces = [[piece for piece in rank_pieces if piece.flat_index in flats] for rank_pieces in self._pieces]
+            self._rounds[key] = plan_rounds(pieces, self._shapes, self._workers.rank, self._replicated)
         for round_ in self._rounds[key]:
             self._apply_updates(_flatten(round_.received), self._orthogonalized_updates(round_, flats), flats, lrs)
 
@@ -212,7 +212,7 @@ class Muon(SkippingOptimizer):
 
         On a GPU, all matrices of one shape are batched, so that more matrices do not mean more kernels. Each of five
         temporaries takes as much memory as the batch: 32 MB in bf16 (`ROUND_ENTRIES`), or one matrix if that is larger.
-        On a CPU, only narrow matrices are batched: the product of a single one cannot use all cores.
+        On a CPU, only narrow matrices are batched: the product of one cannot use all cores.
         """
         start = 0
         for shape, same_shape in itertools.groupby(round_.owned.values()):
@@ -227,7 +227,7 @@ class Muon(SkippingOptimizer):
     def _exchange(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
-        """Send `values`, the contents of `sent`; return the contents of `received`, concatenated in `self._dtype`."""
+        """Send `values`, the contents of `sent`; return the contents of `received`, on the device of `like`."""
         joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
         sizes = ([sum(p.numel for p in pieces) for pieces in by_worker] for by_worker in (sent, received))
@@ -236,8 +236,8 @@ class Muon(SkippingOptimizer):
 
 def _flat_views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
     """Return a view of each piece in its flat tensor; `flats` maps indices to tensors."""
-    flat = {index: x.view(-1) for index, x in flats.items()}
-    return [flat[p.flat_index][p.flat_start : p.flat_start + p.numel] for p in pieces]
+    views = {index: flat.view(-1) for index, flat in flats.items()}
+    return [views[p.flat_index][p.flat_start : p.flat_start + p.numel] for p in pieces]
 
 
 def _owned_views(pieces: Sequence[MatrixPiece], owned: Tensor, start_of: Mapping[int, int]) -> list[Tensor]:
@@ -251,5 +251,5 @@ def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         foreach._foreach_copy_(destinations, sources)
 
 
-def _flatten(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
-    return [piece for pieces in by_worker for piece in pieces]
+def _flatten(pieces_by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
+    return [piece for pieces in pieces_by_worker for piece in pieces]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretrain import config
 
-_DECAY_POWER = 0.5  # exponent of the polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
+_DECAY_POWER = 0.5  # exponent of the polynomial decay, as in run_pretraining.py of NVIDIA's DeepLearningExamples
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:

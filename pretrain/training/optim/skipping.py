@@ -10,11 +10,11 @@ from pretrain.training.optim.lists import foreach
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer with `found_inf`, as torch's fused AdamW has it.
+    """An optimizer with the attribute `found_inf`, like torch's fused AdamW.
 
     Attributes:
         found_inf: fp32 scalar. 1 skips the next step on the device: weights and state stay bit-identical. 0 and None do
-            not skip it; None takes fewer kernels.
+            not skip it; None needs fewer kernels.
     """
 
     found_inf: Tensor | None = None

@@ -12,7 +12,7 @@ from pretrain.training.optim.tensorwise import TensorPiece, TensorwiseOptimizer,
 class StableAdamW(TensorwiseOptimizer):
     """StableAdamW, Wortsman et al. 2023 (arXiv:2304.13013), Algorithm 2: AdamW with AdaFactor's update clipping.
 
-    The learning rate of each tensor, also for weight decay, is divided by max(1, RMS), the root mean square of
+    The learning rate of each tensor, also for weight decay, is divided by max(1, RMS); RMS is the root mean square of
     gradient / sqrt(second moment). ModernBERT's recipe uses it instead of gradient clipping, as implemented in
     warner-benjamin/optimi (stableadamw.py). This class is equivalent: optimi's debiased betas have the effect of the
     bias-corrected moments here. A stacked `qkv_weight` is treated as three tensors.
@@ -36,9 +36,8 @@ class StableAdamW(TensorwiseOptimizer):
         if not self._segments:
             return
         self._prepare_skip()
-        stepped: list[
-            tuple[dict[str, Any], list[TensorPiece], Tensor]
-        ] = []  # (group, pieces, their sums of squared ratios)
+        # (group, its pieces, each piece's sum of squared ratios)
+        stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []
         for group in self.param_groups:
             pieces = self._start_step(group, self._parameters_with_segments(group))
             if pieces:

@@ -32,7 +32,7 @@ class TensorPiece(NamedTuple):
 
     tensor_id: int
     correction1: Tensor  # bias correction of `exp_avg`, an fp32 scalar that the pieces of a parameter share
-    correction2: Tensor  # bias correction of `exp_avg_sq`, likewise
+    correction2: Tensor  # the same for `exp_avg_sq`
     weights: Tensor
     gradient: Tensor
     exp_avg: Tensor
@@ -61,9 +61,9 @@ def cut_segments(ids: range, numel: int, start: int, stop: int, offset: int) -> 
     """
     size, segments = numel // len(ids), []
     for index, tensor_id in enumerate(ids):
-        first, end = max(start, index * size), min(stop, (index + 1) * size)
-        if first < end:
-            segments.append(Segment(offset + first - start, offset + end - start, tensor_id, first - index * size))
+        low, high = max(start, index * size), min(stop, (index + 1) * size)
+        if low < high:
+            segments.append(Segment(offset + low - start, offset + high - start, tensor_id, low - index * size))
     return segments
 
 
@@ -93,7 +93,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._segments: dict[Tensor, Sequence[Segment]] = {}
         self._tensor_count = 0
         self._reduce: Callable[[Tensor], Any] = lambda norms: None
-        self._cached_ids: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # cache of `_ids_and_sizes`
+        self._cached_ids: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # of `_ids_and_sizes`
 
     def set_segments(
         self,
@@ -106,7 +106,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         Args:
             segments: for each flat parameter whose step depends on whole tensors, its segments in ascending order.
                 Entries outside of segments are padding and are not changed.
-            tensor_count: number of tensors over all workers, which exceeds every id.
+            tensor_count: number of tensors over all workers; every id is smaller.
             reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once if the step
                 of any group depends on whole tensors, so all workers must step the same groups.
         """

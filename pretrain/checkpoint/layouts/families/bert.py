@@ -1,6 +1,6 @@
-"""BERT: models/bert/modeling_bert.py and configuration_bert.py of transformers 5.23.
+"""BERT, as in transformers 5.23 (models/bert/modeling_bert.py and configuration_bert.py).
 
-Also defines what close relatives share: names within a layer, and keys of config.json.
+Other families use the names within a layer and the keys of config.json that are defined here.
 """
 
 from collections.abc import Mapping

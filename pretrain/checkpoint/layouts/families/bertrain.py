@@ -23,13 +23,11 @@ class BertrainLayout(Layout):
         return [re.sub(r"^head\.dense_", "heads.pooler_", ours)]
 
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """Return the shape in a config.json.
-
-        Parameters that fine-tuning adds get BERT's initialization, as for a run.
+        """Return the shape in a config.json; parameters that fine-tuning adds get BERT's initialization.
 
         Raises:
-            KeyError: the config.json has none.
-            ValueError: `ModelConfig` refuses a value.
+            KeyError: config.json has no `model`.
+            ValueError: `ModelConfig` rejects a value.
         """
         return ModelConfig.model_validate(config["model"]).model_copy(update={"attention_init": "normal"})
 

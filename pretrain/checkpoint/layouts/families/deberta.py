@@ -1,7 +1,7 @@
-"""DeBERTa-v2 and -v3: transformers models/deberta_v2/modeling_deberta_v2.py and configuration_deberta_v2.py, 5.23.
+"""DeBERTa-v2 and -v3, as in transformers 5.23 (models/deberta_v2/modeling_deberta_v2.py, configuration_deberta_v2.py).
 
-The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
-released files have and transformers reads if config.json has `legacy: false`. Both are read. The first is written,
+The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which
+Microsoft's files have and transformers reads if config.json has `legacy: false`. Both are read. The first is written,
 because only that head's decoder can be untied.
 """
 
@@ -13,6 +13,7 @@ from pretrain.checkpoint.layouts.layout import Layout, activation_name
 from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled_head
 from pretrain.config import ModelConfig
 
+# Setting relative_terms -> pos_att_type in config.json.
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
 # Field that has only one supported value -> (transformers' default if the field is missing, supported value).
 _SUPPORTED = {
@@ -30,7 +31,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     _pooler_activation(config)
     hidden = config["hidden_size"]
     derived = {
-        "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # `ModelConfig` refuses 0
+        "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # `ModelConfig` rejects 0
         "embedding_size": hidden,
         "pooler_hidden_size": hidden,
     }

@@ -1,6 +1,6 @@
-"""DistilBERT: transformers models/distilbert/modeling_distilbert.py and configuration_distilbert.py, 5.23.
+"""DistilBERT, as in transformers 5.23 (models/distilbert/modeling_distilbert.py and configuration_distilbert.py).
 
-It has no token types. Our models train a table of them anyway, which is added to the positions on writing.
+It has no token types. Our models train embeddings for them anyway; on export, type 0's is added to the positions.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
+"""ELECTRA, as in transformers 5.23 (models/electra/modeling_electra.py and configuration_electra.py).
 
 The generator's masked-language-modeling head is read and written as `heads.mlm_*`. The discriminator's
 head (`heads.rtd_*`) is only written; on reading, the mapping lists it as left out.

@@ -1,6 +1,6 @@
-"""EuroBERT: transformers models/eurobert/modeling_eurobert.py and configuration_eurobert.py, 5.23.
+"""EuroBERT, as in transformers 5.23 (models/eurobert/modeling_eurobert.py and configuration_eurobert.py).
 
-transformers has no class for question answering; we write one with BERT's names.
+transformers has no class for question answering; such models are written with BERT's names.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from pretrain.checkpoint.layouts.rotary import read_shared_base, write_shared_ba
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
 
-_POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls: from sentence-transformers
+# classifier_pooling in config.json (sentence-transformers writes cls) -> `ModelConfig.pooling`.
+_POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}
 
 
 def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -21,9 +22,9 @@ def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
-    width = config.get("head_dim")
-    if width is not None and width * heads != config["hidden_size"]:
-        raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
+    head_dim = config.get("head_dim")
+    if head_dim is not None and head_dim * heads != config["hidden_size"]:
+        raise ValueError(f"head_dim is {head_dim}; only hidden_size / num_attention_heads is supported")
     kv_heads = config.get("num_key_value_heads") or heads
     pooling = config["classifier_pooling"]
     if pooling not in _POOLINGS:

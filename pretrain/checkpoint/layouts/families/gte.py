@@ -1,7 +1,7 @@
-"""GTE, the encoder of Alibaba's embedding models: transformers models/gte/modeling_gte.py, 5.23.
+"""GTE, the encoder of Alibaba's embedding models, as in transformers 5.23 (models/gte/modeling_gte.py).
 
 Older files on the Hub (model_type "new") have other names, converted as in transformers' conversion_mapping.py.
-transformers has no class for question answering; we write one with BERT's names.
+transformers has no class for question answering; such models are written with BERT's names.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pretrain.checkpoint.layouts.rotary import read_shared_base, write_shared_ba
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
-# Names of modules in a layer, which Nomic BERT shares.
+# Names of modules in a layer, which Nomic BERT also uses.
 LAYER_MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention_out": ("self_attn.o_proj",),

@@ -1,4 +1,4 @@
-"""ModernBERT, Ettin and mmBERT: transformers models/modernbert/modeling_modernbert.py and configuration, 5.23.
+"""ModernBERT, Ettin and mmBERT, as in transformers 5.23 (models/modernbert/modeling_modernbert.py).
 
 config.json is read with the keys of transformers 5 (layer_types, rope_parameters) or of most released files
 (global_attn_every_n_layers, global_rope_theta, local_rope_theta), and written with both. The prediction head is the
@@ -16,15 +16,15 @@ from pretrain.model.activations import get_activation
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY_KEY = "global_attn_every_n_layers"
-# Kind of layer -> (key of its rotary base in transformers 4, ModernBertConfig.default_theta).
+# Layer type -> (key of its rotary base in transformers 4, default base from ModernBertConfig.default_theta).
 _BASES = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     activation = activation_name("hidden_activation", config.get("hidden_activation", "gelu"))
-    in_head = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
-    if in_head != activation:
-        raise ValueError(f"classifier_activation is {in_head!r}; only hidden_activation's {activation!r} is supported")
+    head_act = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
+    if head_act != activation:
+        raise ValueError(f"classifier_activation is {head_act!r}; only hidden_activation's {activation!r} is supported")
     ffn_bias = bool(config.get("mlp_bias", False))
     return {
         **_read_layers(config),
@@ -42,51 +42,49 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read which layers are local, their window, and the rotary bases."""
-    every = _read_every(config)
+    global_every = _read_global_every(config)
     window = config.get("local_attention", 128)
-    bases = config.get("rope_parameters") or {}
+    parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     old_bases = {kind: config.get(key, base) for kind, (key, base) in _BASES.items()}
     # In transformers 4, null means the base of the global layers.
     default = _BASES[_GLOBAL][1] if old_bases[_GLOBAL] is None else old_bases[_GLOBAL]
-    base = {
+    bases = {
         kind: read_base(
-            {**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", default if value is None else value
+            {**scaling, **(parameters.get(kind) or {})}, f"rope_parameters.{kind}", default if value is None else value
         )
         for kind, value in old_bases.items()
     }
-    has_local = every > 1
+    has_local = global_every > 1
     return {
-        "global_every": every,
+        "global_every": global_every,
         "local_attention": window - window % 2 if has_local else 0,
-        "rotary_base": base[_GLOBAL],
-        "local_rotary_base": base[_LOCAL] if has_local else 0.0,
+        "rotary_base": bases[_GLOBAL],
+        "local_rotary_base": bases[_LOCAL] if has_local else 0.0,
     }
 
 
-def _read_every(config: Mapping[str, Any]) -> int:
-    """Read `ModelConfig.global_every`; raises ValueError unless every n-th layer is global, starting with the first."""
+def _read_global_every(config: Mapping[str, Any]) -> int:
+    """Read `ModelConfig.global_every`; raise ValueError unless every n-th layer is global, starting with the first."""
     layers = config["num_hidden_layers"]
     every = config.get(_EVERY_KEY, 3)
-    kinds = config.get("layer_types")
-    if kinds is None or kinds == _layer_types(layers, every):
+    layer_types = config.get("layer_types")
+    if layer_types is None or layer_types == _layer_types(layers, every):
         return every
-    if not set(kinds) <= {_GLOBAL, _LOCAL}:
+    if unknown := set(layer_types) - {_GLOBAL, _LOCAL}:
+        raise ValueError(f"layer_types has {sorted(unknown)}; only {_GLOBAL}, {_LOCAL} are supported")
+    later_global = [index for index, kind in enumerate(layer_types) if kind == _GLOBAL and index]
+    every = later_global[0] if later_global else max(2, len(layer_types))
+    if layer_types != _layer_types(layers, every):
         raise ValueError(
-            f"layer_types has {sorted(set(kinds) - {_GLOBAL, _LOCAL})}; only {_GLOBAL}, {_LOCAL} are supported"
-        )
-    later_global = [index for index, kind in enumerate(kinds) if kind == _GLOBAL and index]
-    every = later_global[0] if later_global else max(2, len(kinds))
-    if kinds != _layer_types(layers, every):
-        raise ValueError(
-            f"layer_types is {_shorten(kinds)}; only {_GLOBAL} in every n-th layer, from the first, is supported"
+            f"layer_types is {_shorten(layer_types)}; only {_GLOBAL} in every n-th layer, from the first, is supported"
         )
     return every
 
 
-def _shorten(kinds: Sequence[str]) -> str:
-    shown = ", ".join(kinds[:6])
-    return f"[{shown}, ...]" if len(kinds) > 6 else f"[{shown}]"
+def _shorten(layer_types: Sequence[str]) -> str:
+    first_types = ", ".join(layer_types[:6])
+    return f"[{first_types}, ...]" if len(layer_types) > 6 else f"[{first_types}]"
 
 
 def _layer_types(layers: int, every: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""RoBERTa, XLM-R and CamemBERT, which share a layout: transformers models/roberta/modeling_roberta.py, 5.23."""
+"""RoBERTa, XLM-R and CamemBERT, which share a layout, as in transformers 5.23 (models/roberta/modeling_roberta.py)."""
 
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import Layout
