@@ -205,7 +205,7 @@ def check_start_corpus(config: PretrainConfig) -> None:
 
 def start_table(config: PretrainConfig) -> str:
     """Return `Start.table`, without reading the corpus's tokens. Raises as `read_start` does."""
-    shards = open_corpus(config.corpus, "train", tokens=False)
+    shards = open_corpus(config.corpus, "train", needs_tokens=False)
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
         model = PretrainingModel(config.model, rows, config.pairs.has_classifier)
@@ -343,7 +343,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     where = f"{setting}: {location}"
     released = read_released(fetched_model(location))
     tokenizer = start_tokenizer(fetched_model(location), released)
-    shards = open_corpus(config.corpus, "train", tokens=False)
+    shards = open_corpus(config.corpus, "train", needs_tokens=False)
     check_same_tokenizer(shards.folder, tokenizer, setting=setting)
     model, rows = released.model, config.model.rows(vocabulary_size(tokenizer))
     if rows > released.vocabulary_size:

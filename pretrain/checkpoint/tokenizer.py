@@ -16,7 +16,7 @@ from pretrain.common.files import write_json
 from pretrain.config import CorpusConfig, config_of
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
-from pretrain.corpus.tokenizer_files import CASING, SENTENCE_PIECES, declared_types, read_files
+from pretrain.corpus.tokenizer_files import CASING, SENTENCE_PIECES, read_files, read_tokenizer_settings
 from pretrain.corpus.vocabulary import tokenizer_digest
 
 # Files to copy, besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
@@ -156,7 +156,7 @@ def copy_tokenizer(
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     # transformers does not have default special tokens for every family.
     special_tokens = {f"{role}_token": tokenizer.id_to_token(index) for role, index in source.special_ids.items()}
-    config = {"tokenizer_class": tokenizer_class, **special_tokens, **declared_types(source.folder)}
+    config = {"tokenizer_class": tokenizer_class, **special_tokens, **read_tokenizer_settings(source.folder)}
     config["model_max_length"] = min(config.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):

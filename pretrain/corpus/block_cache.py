@@ -42,7 +42,7 @@ _MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connectio
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
-# slot: the slot of the process that fetches the block; used: the value of an access counter at the last use.
+# slot: slot of the process that fetches the block; used: value of an access counter when it was last used.
 STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class StoredArray:
 
     name: str
     bytes: int  # size of the file
-    header: int  # bytes of the file before the first element
-    width: int  # bytes per element or row of the array
+    header_bytes: int  # size of the header before the first element
+    row_bytes: int  # bytes per element or row of the array
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class StoredShard:
 
 @dataclass
 class _Extent:
-    """The location of a shard's array in the cache file, which has this array of all shards."""
+    """The location of one array of a shard in the cache file, which holds the arrays with this name of all shards."""
 
-    name: str
-    descriptor: int
+    name: str  # name of the array
+    descriptor: int  # file descriptor of the cache file
     base: int  # offset of the array in the file, in bytes
-    width: int  # bytes per element or row
+    row_bytes: int  # bytes per element or row
     blocks: np.ndarray  # blocks of the shard, BLOCK [B]
 
     def range_of(self, block: int) -> tuple[int, int]:
         """Return the range [start, end) of a block in the file, in bytes."""
         start, end = ranges_of(self.blocks[block])[self.name]
-        return self.base + int(start) * self.width, self.base + int(end) * self.width
+        return self.base + int(start) * self.row_bytes, self.base + int(end) * self.row_bytes
 
 
 @dataclass
@@ -112,13 +112,13 @@ class BlockCache:
     """
 
     def __init__(self, address: str, folder: Path, shards: Sequence[StoredShard], *, max_bytes: int) -> None:
-        self._address, self._folder, self._stored = address, folder, list(shards)
+        self._address, self._folder, self._stored_shards = address, folder, list(shards)
         self._max_bytes, self._objects = max_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
-        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block, and the number of blocks
+        self._first_blocks = np.cumsum([0, *counts])  # index of each shard's first block; number of blocks
         self._sizes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
         self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
-        self._lease_counts = np.zeros(len(self._sizes), np.int32)
+        self._lease_counts = np.zeros(len(self._sizes), np.int32)  # this process's leases of each block
         self._verified = np.zeros(len(self._sizes), bool)  # verified by this process, or by one that holds the block
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class BlockCache:
             self._mappings = {n: mmap.mmap(d, 0, access=mmap.ACCESS_READ) for n, d in self._descriptors.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._sizes), bool)  # prefetched by this process, and not used yet
+        self._is_prefetched = np.zeros(len(self._sizes), bool)  # blocks that this process prefetched and has not used
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 
@@ -140,9 +140,9 @@ class BlockCache:
         """Return an array of a shard, read-only; blocks that are not held may be zeros."""
         return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].extents[name].base)
 
-    def global_indices(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
+    def global_indices(self, shards: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Convert indices of shards and of blocks in these shards to indices of blocks over all shards; int64."""
-        return self._first_blocks[shard.astype(np.int64)] + block
+        return self._first_blocks[shards.astype(np.int64)] + blocks
 
     def bytes_of(self, blocks: np.ndarray) -> int:
         """Return the total bytes of `blocks`, which are indices over all shards, as in all methods."""
@@ -154,8 +154,8 @@ class BlockCache:
 
     def document_starts(self, shard: int) -> np.ndarray:
         """Fetch the token offsets of all documents of a shard, which are not cached; int64 [documents + 1]."""
-        array = self._stored[shard].arrays["documents"]
-        content = self._objects.read_range(join(self._address, array.name), array.header, array.bytes)
+        array = self._stored_shards[shard].arrays["documents"]
+        content = self._objects.read_range(join(self._address, array.name), array.header_bytes, array.bytes)
         return np.frombuffer(content, "<i8").reshape(-1, 2)[:, 1]
 
     def check_fits(self, needed: int, purpose: str) -> None:
@@ -181,7 +181,7 @@ class BlockCache:
             lease = Lease(self, blocks)
             claimed = self._claim(blocks)
         self._fetch_or_verify(*claimed)
-        while len(blocks := self._not_present(blocks)):
+        while len(blocks := self._blocks_not_present(blocks)):
             time.sleep(_POLL_SECONDS)
             self._fetch_or_verify(*self._claim(blocks))
         if (waited := time.monotonic() - start) > 1:
@@ -205,7 +205,7 @@ class BlockCache:
 
     # ------------------------------------------------------------ state of the blocks
 
-    def _not_present(self, blocks: np.ndarray) -> np.ndarray:
+    def _blocks_not_present(self, blocks: np.ndarray) -> np.ndarray:
         """Return the blocks that are not present yet, because another process is fetching them."""
         with self._locked():
             return blocks[self._state["state"][blocks] != _PRESENT]
@@ -222,10 +222,10 @@ class BlockCache:
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
                 evictable = self._evictable()
                 evictable_bytes = int(self._sizes[evictable[~self._is_prefetched[evictable]]].sum())
-                room = self._max_size() - self._present_bytes() + evictable_bytes
-                fits = absent[np.cumsum(self._sizes[absent]) <= room]
-                self._is_prefetched[fits] = True
-            for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
+                free_bytes = self._max_size() - self._present_bytes() + evictable_bytes
+                fitting = absent[np.cumsum(self._sizes[absent]) <= free_bytes]
+                self._is_prefetched[fitting] = True
+            for batch in np.array_split(fitting, max(1, len(fitting) // _MAX_FETCHES)):
                 self._fetch_or_verify(*self._claim(batch))
 
     def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -241,9 +241,9 @@ class BlockCache:
             unverified = blocks[(state == _PRESENT) & ~self._verified[blocks]]
             if len(unverified):
                 # Another process has verified the blocks that it holds.
-                is_held = self._held[self._live_slots(include_own=False)][:, unverified].any(axis=0)
-                self._verified[unverified[is_held]] = True
-                unverified = unverified[~is_held]
+                held = self._held[self._live_slots(include_own=False)][:, unverified].any(axis=0)
+                self._verified[unverified[held]] = True
+                unverified = unverified[~held]
             self._make_room_for(absent)
             for claimed in (absent, unverified):
                 self._state["state"][claimed], self._state["slot"][claimed] = _FETCHING, self._slot
@@ -300,7 +300,7 @@ class BlockCache:
     def _fetch(self, index: int) -> None:
         """Fetch a block and write it to its offset."""
         shard, block = self._locate(index)
-        stored, extents = self._stored[shard], self._shards[shard].extents
+        stored, extents = self._stored_shards[shard], self._shards[shard].extents
         for retries_left in (1, 0):
             contents = {name: self._fetch_range(stored.arrays[name], extent, block) for name, extent in extents.items()}
             if block_digest(iter(contents.values())) == stored.blocks[block]["digest"].tobytes():
@@ -314,24 +314,24 @@ class BlockCache:
         with disk_errors(self._folder):
             writes = [(e.descriptor, contents[name], e.range_of(block)[0]) for name, e in extents.items()]
             while True:
-                count_before = self._shrink_count
+                shrink_count = self._shrink_count
                 try:
                     return write_all(writes)
                 except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._shrink(index, count_before):
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._shrink(index, shrink_count):
                         raise
 
-    def _shrink(self, index: int, count_before: int) -> bool:
+    def _shrink(self, index: int, shrink_count: int) -> bool:
         """Shrink the cache to make room for a block on a full disk; return whether this freed space."""
         with self._locked():
-            if self._shrink_count != count_before:  # another thread has made room in the meantime
+            if self._shrink_count != shrink_count:  # another thread has made room in the meantime
                 return True
             present_bytes = self._present_bytes()
             freed = self._evict(max(int(self._sizes[index]), present_bytes // 8), np.array([index]))
             if freed:
                 self._shrink_count += 1
                 self._limits[:] = np.minimum(self._limits, present_bytes - freed)
-                logger.warning("%s: disk full; the cache is now %s", self._folder, _format_size(present_bytes - freed))
+                logger.warning("%s: disk full; cache limited to %s", self._folder, _format_size(present_bytes - freed))
         return freed > 0
 
     def _verify(self, index: int) -> None:
@@ -339,7 +339,7 @@ class BlockCache:
         shard, block = self._locate(index)
         ranges = ((extent, *extent.range_of(block)) for extent in self._shards[shard].extents.values())
         content = (os.pread(extent.descriptor, end - start, start) for extent, start, end in ranges)
-        if block_digest(content) != self._stored[shard].blocks[block]["digest"].tobytes():
+        if block_digest(content) != self._stored_shards[shard].blocks[block]["digest"].tobytes():
             logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, index)
             self._fetch(index)
 
@@ -349,15 +349,15 @@ class BlockCache:
         return shard, index - int(self._first_blocks[shard])
 
     def _fetch_range(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
-        start, end = (byte - extent.base + array.header for byte in extent.range_of(block))
-        where = join(self._address, array.name)
+        start, end = (byte - extent.base + array.header_bytes for byte in extent.range_of(block))
+        address = join(self._address, array.name)
         try:
-            return self._objects.read_range(where, start, end)
+            return self._objects.read_range(address, start, end)
         except AccessError:
             raise
         except InputError:
             raise ContentError(
-                f"{where}: not found. Run `prepare` on a machine that has the full copy: it stores missing files again."
+                f"{address}: not found. Run `prepare` on a machine with the full copy: it stores missing files again."
             ) from None
 
     def _free_pages(self, index: int) -> None:
@@ -381,13 +381,13 @@ class BlockCache:
     def _assign_ranges(self) -> list[_Shard]:
         """Assign a range of the files to each array of each shard, and set the sizes of the files."""
         shards, bases = [], dict.fromkeys(ARRAYS, 0)
-        for stored, first in zip(self._stored, self._first_blocks.tolist(), strict=False):
+        for stored, first_block in zip(self._stored_shards, self._first_blocks.tolist(), strict=False):
             extents = {}
             for name in ARRAYS:
                 array = stored.arrays[name]
-                extents[name] = _Extent(name, self._descriptors[name], bases[name], array.width, stored.blocks)
-                bases[name] += -(-(array.bytes - array.header) // _PAGE) * _PAGE
-            shards.append(_Shard(extents, first))
+                extents[name] = _Extent(name, self._descriptors[name], bases[name], array.row_bytes, stored.blocks)
+                bases[name] += -(-(array.bytes - array.header_bytes) // _PAGE) * _PAGE
+            shards.append(_Shard(extents, first_block))
         for name, size in bases.items():
             os.ftruncate(self._descriptors[name], max(size, _PAGE))
         return shards
@@ -449,7 +449,7 @@ def remove_unused(folder: Path) -> None:
 def _block_bytes(shard: StoredShard) -> np.ndarray:
     """Return the bytes of each block, int64 [B]."""
     bounds = ranges_of(shard.blocks).items()
-    return np.sum([(end - start) * shard.arrays[name].width for name, (start, end) in bounds], axis=0)
+    return np.sum([(end - start) * shard.arrays[name].row_bytes for name, (start, end) in bounds], axis=0)
 
 
 def _format_size(size: int) -> str:

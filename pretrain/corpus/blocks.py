@@ -24,8 +24,8 @@ ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a sh
 
 BLOCK = np.dtype(
     [
-        ("begin", "<i8"),  # token offset within the shard
-        ("end", "<i8"),
+        ("begin", "<i8"),  # index of the first token within the shard
+        ("end", "<i8"),  # one past the index of the last token
         ("first", "<i8"),  # index of the first document
         ("last", "<i8"),  # one past the index of the last document
         ("first_sentence", "<i8"),  # index of the first sentence that starts at or after `begin`
@@ -36,8 +36,8 @@ BLOCK = np.dtype(
 _BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
 
 
-def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
-    """Cut a shard into blocks of about `tokens` tokens (0: BLOCK_TOKENS), or fewer where documents are short.
+def cut_blocks(documents: np.ndarray, sentences: np.ndarray, block_tokens: int = 0) -> np.ndarray:
+    """Cut a shard into blocks of about `block_tokens` tokens (0: BLOCK_TOKENS), or fewer if documents are short.
 
     Args:
         documents: int64 [documents + 1, 2], (sentence offset, token offset) of each document.
@@ -46,42 +46,43 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
     Returns:
         BLOCK [blocks], without digests.
     """
-    tokens = tokens or BLOCK_TOKENS
-    edges = [(0, 0, False), *_edges(documents, sentences, tokens), (int(documents[-1, 1]), len(documents) - 1, False)]
+    block_tokens = block_tokens or BLOCK_TOKENS
+    last_edge = int(documents[-1, 1]), len(documents) - 1, False
+    edges = [(0, 0, False), *_inner_edges(documents, sentences, block_tokens), last_edge]
     blocks = np.zeros(len(edges) - 1, BLOCK)
-    for block, (start, first, _), (end, last, is_divided) in zip(blocks, edges, edges[1:], strict=False):
-        block["begin"], block["end"], block["first"], block["last"] = start, end, first, last + is_divided
+    for block, (start, first, _), (end, last, is_split) in zip(blocks, edges, edges[1:], strict=False):
+        block["begin"], block["end"], block["first"], block["last"] = start, end, first, last + is_split
     blocks = blocks[blocks["end"] > blocks["begin"]]
     for block in blocks:
-        first, last = documents[block["first"], 0], documents[block["last"], 0]
-        sentence_offsets = np.searchsorted(sentences[first : last + 1], [block["begin"], block["end"]])
-        block["first_sentence"], block["last_sentence"] = first + sentence_offsets
+        start, end = documents[block["first"], 0], documents[block["last"], 0]
+        block_sentences = np.searchsorted(sentences[start : end + 1], [block["begin"], block["end"]])
+        block["first_sentence"], block["last_sentence"] = start + block_sentences
     return blocks
 
 
-def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield each inner block boundary: (token offset, document that starts or is split there, whether it is split)."""
+def _inner_edges(documents: np.ndarray, sentences: np.ndarray, block_tokens: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield (token offset, index of the document that starts or is split there, whether it is split) per inner edge."""
     starts, previous_edge = documents[:, 1], 0
-    # Count some tokens more for each document, so that no block has more than _BLOCK_DOCUMENTS documents.
-    overhead = -(-tokens // _BLOCK_DOCUMENTS)
+    # Count each document with additional tokens, so that no block has more than _BLOCK_DOCUMENTS documents.
+    overhead = -(-block_tokens // _BLOCK_DOCUMENTS)
     size = int(starts[-1]) + overhead * (len(documents) - 1)
-    count = max(1, round(size / tokens))
+    count = max(1, round(size / block_tokens))
     for edge_index in range(1, count):
         target = size * edge_index // count
         document = bisect_left(range(len(starts)), target, key=lambda n: int(starts[n]) + overhead * n)
-        edge, is_divided = int(starts[document]), False
+        edge, is_split = int(starts[document]), False
         previous = max(document - 1, 0)
-        previous_start, min_tokens = int(starts[previous]), tokens // 16
-        if edge - previous_start > tokens:
-            nearest = _sentence_near(documents, sentences, previous, target - overhead * previous, tokens // 64)
-            if nearest - previous_start >= min_tokens and edge - nearest >= min_tokens:
-                edge, document, is_divided = nearest, previous, True
+        previous_start, min_tokens = int(starts[previous]), block_tokens // 16
+        if edge - previous_start > block_tokens:
+            split = _sentence_start(documents, sentences, previous, target - overhead * previous, block_tokens // 64)
+            if split - previous_start >= min_tokens and edge - split >= min_tokens:
+                edge, document, is_split = split, previous, True
         if edge > previous_edge:
-            yield edge, document, is_divided
+            yield edge, document, is_split
             previous_edge = edge
 
 
-def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, max_gap: int) -> int:
+def _sentence_start(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, max_gap: int) -> int:
     """Return the start of the first sentence within `max_gap` tokens after `offset`, or `offset` if there is none."""
     starts = sentences[documents[document, 0] : documents[document + 1, 0]]
     index = int(np.searchsorted(starts, offset))

@@ -7,8 +7,8 @@ Every string can be encoded, so there is no unknown token, and nothing is normal
 becomes a space unless the corpus keeps line breaks (`with_joined_lines`). A space belongs to the word after it
 ("\u0120word"). The first word of a string also gets a space, so that it has the same tokens as elsewhere; RoBERTa and
 ModernBERT do not do this, which hurts named-entity recognition. `add_prefix_space` of `tokenizers` would also put a
-space after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace, whose mark is a
-space and which therefore only changes the first word, followed by the splitter.
+space after each special token ("[MASK]." would become "[MASK] ."). The pre-tokenizer is therefore Metaspace with a
+space as its mark, which only changes the first word, followed by the splitter.
 """
 
 import json
@@ -52,7 +52,7 @@ def is_bertrain_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def with_joined_lines(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a `byte_tokenizer` that replaces line breaks and the spaces around them by a space; others as they are."""
+    """Make a `byte_tokenizer` replace line breaks and the spaces around them by a space; return others unchanged."""
     serialized = tokenizer.to_str()
     if not is_bertrain_byte_level(json.loads(serialized)):
         return tokenizer
@@ -61,7 +61,7 @@ def with_joined_lines(tokenizer: Tokenizer) -> Tokenizer:
     return joining
 
 
-def without_line_ends(text: str) -> str:
+def join_lines(text: str) -> str:
     """Normalize `text` like the tokenizer that `with_joined_lines` returns."""
     if "\n" not in text:
         return text

@@ -29,7 +29,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _bytes_of_characters()
-_SPACE_MARK, _LINE_BREAK_MARK = "\u2581", "\u010a"  # stand for a space, and for a line break in a vocab.txt
+_SPACE_MARK, _LINE_BREAK_MARK = "\u2581", "\u010a"  # represent a space and, in a vocab.txt, a line break
 _BYTE_ENTRY = re.compile(r"<0x([0-9A-F]{2})>")
 
 Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
@@ -111,8 +111,8 @@ class WordBoundaries:
     continues: np.ndarray  # bool [V], whether the entry may continue a word
     first_class: np.ndarray | None = None  # uint8 [V], class of the entry's first character
     last_class: np.ndarray | None = None  # uint8 [V], class of the entry's last character
-    # For characters that span several tokens, int64 [4, V]: number and value of the bytes at the entry's start that
-    # continue a character; number of bytes missing from the character at its end, and value of the bytes that it has.
+    # int64 [4, V], for characters that span several tokens. Rows: number of bytes at the entry's start that continue a
+    # character; their value; number of bytes missing from the character at the entry's end; value of its other bytes.
     partial: np.ndarray | None = None
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ class WordBoundaries:
 
 
 def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordBoundaries:
-    """Return the word boundaries of a vocabulary. A word is roughly a pre-token of GPT-2, with the space before it.
+    """Return the `WordBoundaries` of a vocabulary. A word is roughly a pre-token of GPT-2, with the space before it.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character, and each letter of a script without
     spaces starts a word, like ideographs in BERT. A WordPiece has no `spell`; its entries that start with "##" continue
@@ -165,7 +165,7 @@ def _split_partial(text: bytes) -> tuple[str, int, int, int, int]:
 
 
 def _classify_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
-    """Replace _PARTIAL in the classes of the tokens' `first` and `last` characters; invalid characters are letters.
+    """Replace _PARTIAL in the classes of the tokens' `first` and `last` characters; invalid characters become LETTER.
 
     In scripts without spaces, a character that spans several tokens starts a word at its last token if its first token
     also contains another character, which belongs to the previous word.

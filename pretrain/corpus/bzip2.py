@@ -1,4 +1,4 @@
-"""Read ranges of a bzip2 file of several streams (Wikimedia, pbzip2), which can be decompressed separately."""
+"""Read ranges of bzip2 files that consist of several independent streams, as Wikimedia and pbzip2 write them."""
 
 import bz2
 import mmap
@@ -51,8 +51,8 @@ def _next_stream(raw: mmap.mmap, position: int, chunk: Chunk, problems: Problems
         return _read_stream(raw, position)
     except (OSError, EOFError, ValueError) as error:
         problems.add(chunk.paths[0], f"broken bzip2 stream: {one_line(error)}", f"byte {position}")
-        following = _STREAM.search(raw, position + 1)
-        return b"", following.start() if following else len(raw)
+        next_start = _STREAM.search(raw, position + 1)
+        return b"", next_start.start() if next_start else len(raw)
 
 
 def _read_stream(raw: mmap.mmap, position: int) -> tuple[bytes, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from pretrain.common.addresses import display_path
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
+from pretrain.corpus.card_tables import evaluation_lines, filter_lines, reading_lines, skipped_lines, table_row
 from pretrain.corpus.filters.evaluation_sets import MIN_TERMS
 from pretrain.corpus.inputs import first_faults
 
@@ -107,7 +107,7 @@ def write_card(
 
 
 def _lost_entry(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """Return an entry with the number of training documents dropped as copies of held-out text; {} if it is 0."""
+    """Return an entry on the training documents dropped as copies of held-out text; {} if there are none."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
@@ -179,10 +179,10 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
             )
     if card["totals"]["unknown_rate"] > _MAX_UNKNOWN:
         vocabulary = card["vocabulary"]
-        keep = ", strip_accents: false" if vocabulary["lowercase"] and vocabulary.get("strip_accents") is None else ""
+        hint = ", strip_accents: false" if vocabulary["lowercase"] and vocabulary.get("strip_accents") is None else ""
         yield (
             " Too many tokens are [UNK]: set corpus.vocabulary.kind: byte_bpe, which has none, a "
-            f"larger corpus.vocabulary.size{keep}, or a vocabulary of this language."
+            f"larger corpus.vocabulary.size{hint}, or a vocabulary of this language."
         )
 
 
@@ -199,7 +199,7 @@ def _to_markdown(card: dict[str, Any]) -> str:
         "",
         *_source_section(card["sources"]),
         *reading_lines(card.get("readings", []), card.get("phases", [])),
-        *left_out_lines(card["sources"]),
+        *skipped_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),
         *_length_section("Tokens per document", card["sources"], "document_lengths"),
@@ -232,19 +232,19 @@ def _overview(card: dict[str, Any]) -> list[str]:
 
 
 def _source_section(sources: list[dict[str, Any]]) -> list[str]:
-    counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
-    names = ("name", "kind", "license", "weight", "files", "input MB", *counts, "unknown")
+    count_keys = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
+    titles = ("name", "kind", "license", "weight", "files", "input MB", *count_keys, "unknown tokens")
     rows = [
         table_row(
             *(source[key] for key in ("name", "kind", "license", "weight")),
             f"{source['files']:,}",
             f"{source['input_bytes'] / 1e6:,.1f}",
-            *(f"{source[key]:,}" for key in counts),
+            *(f"{source[key]:,}" for key in count_keys),
             f"{100 * source['unknown_tokens'] / max(source['tokens'], 1):.4f} %",
         )
         for source in sources
     ]
-    header = [table_row(*(name.replace("_", " ") for name in names)), table_row(*["---"] * 4, *["---:"] * 9)]
+    header = [table_row(*(title.replace("_", " ") for title in titles)), table_row(*["---"] * 4, *["---:"] * 9)]
     return ["## Sources", "", *header, *rows, ""]
 
 
@@ -266,10 +266,10 @@ def portable_path(path: str) -> str:
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    shortened = [(Path.cwd(), Path()), *((root, Path(root.name)) for root in python), (Path.home(), Path("~"))]
-    for root, short in shortened:
+    short_names = [(Path.cwd(), Path()), *((root, Path(root.name)) for root in python), (Path.home(), Path("~"))]
+    for root, short_name in short_names:
         if Path(path).is_relative_to(root):
-            return str(short / Path(path).relative_to(root))
+            return str(short_name / Path(path).relative_to(root))
     return path
 
 
@@ -289,5 +289,5 @@ def _fault_section(problems: list[dict[str, Any]]) -> list[str]:
     ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS
     more = [f"and {unlisted:,} more, see card.json"] if unlisted > 0 else []
-    header = [table_row("path", "fault", "count", "first"), table_row("---", "---", "---:", "---")]
+    header = [table_row("path", "fault", "count", "first location"), table_row("---", "---", "---:", "---")]
     return ["## Faults in the input", "", *header, *rows, *more, ""]

@@ -13,13 +13,13 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
     if not filtered:
         return []
     titles = ("filter", "rule", "documents dropped", "share of documents read", *(source["name"] for source in sources))
-    read = max(1, sum(source["documents_read"] for source in sources))
+    documents_read = max(1, sum(source["documents_read"] for source in sources))
     rows = [
         table_row(
             entry["filter"],
             entry["rule"],
             f"{entry['documents']:,}",
-            f"{100 * entry['documents'] / read:.2f} %",
+            f"{100 * entry['documents'] / documents_read:.2f} %",
             *(f"{count:,}" for count in entry["by_source"]),
         )
         for entry in filtered
@@ -38,7 +38,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
     ]
 
 
-def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
+def skipped_lines(sources: list[dict[str, Any]]) -> list[str]:
     """Return the section on paragraphs that were skipped as headings or ornaments; [] if there are none."""
     rows = [
         table_row(
@@ -110,7 +110,7 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
         for reading in readings
     ]
     intro = (
-        f"How often an epoch reads each token, measured by planning all samples of {readings[0]['tokens']:,} tokens."
+        f"How often an epoch reads each token, measured by planning all samples from {readings[0]['tokens']:,} tokens."
     )
     return [
         "## How training reads the corpus",

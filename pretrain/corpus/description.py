@@ -59,7 +59,7 @@ def read_tokenizer_config(corpus: CorpusConfig) -> dict[str, Any]:
 
 
 def process_count(config: PretrainConfig) -> int:
-    """Return corpus.processes. The default is all cores of this machine, or 0 on a cluster: all of its cores."""
+    """Return corpus.processes; by default, the number of this machine's cores or, for a cluster, 0 (all its cores)."""
     default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or default
 
@@ -99,9 +99,9 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             if required_tokenizer is not None:
                 check_same_tokenizer(folder, required_tokenizer)
             requested = corpus.sources, inputs_by_source, settings
-            matches = match_sources(folder, manifest, *requested, compare_vocabulary=required_tokenizer is None)
+            corpus_indices = match_sources(folder, manifest, *requested, compare_vocabulary=required_tokenizer is None)
             # New sources get the indices after the manifest's sources.
-            new_indices = [n for n, manifest_index in enumerate(matches) if manifest_index >= len(manifest["sources"])]
+            new_indices = [n for n, index in enumerate(corpus_indices) if index >= len(manifest["sources"])]
         else:
             new_indices = find_new_sources(
                 folder, manifest, corpus.sources, settings, compare_vocabulary=tokenizer is None

@@ -24,20 +24,21 @@ from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
 from pretrain.corpus.inputs import SKIP_COUNTERS, first_faults
-from pretrain.corpus.parts import count_documents, load_documents, random_order
+from pretrain.corpus.parts import count_documents, load_document_table, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # two, since a random next sentence comes from another document
 MAX_DOCUMENTS = 1 << 21  # maximum documents processed together, in about 150 MB
 _KEPT = "kept"  # file in the work folder: one bool per document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
-_DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])  # near-duplicate; copy of held-out text
+# near: whether the document is a near-duplicate; lost: whether it is a training document with held-out text.
+_DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])  # both halves of a hash, in sortable form
 _SAMPLE_BITS = 16  # number of leading bits of a hash that select its histogram bin, to choose a sample
 _ORDER_BITS = 16  # number of leading bits of a sort key (`random_order`) that select its bin, to cut shards
 _ORDER_SHIFT = 64 - _ORDER_BITS
-_PARTS = "parts-{}.json"  # file in the work folder: (part file, index of its first document) for a source
+_PARTS = "parts-{}.json"  # file in the work folder: (part file, index of its first document) of a source's parts
 SPLITS = ("train", "validation")
-_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]  # the content of `known` in `Documents.load`
+_KnownHashes = Sequence[tuple[np.ndarray, bool | None]]  # content of `known_hash_files` in `Documents.load`
 
 
 @dataclass
@@ -82,12 +83,12 @@ class DocumentRange:
 
     def documents(self, work_dir: Path) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (part file, ascending indices of the selected documents in it) for each part file of the source."""
-        for name, first in json.loads((work_dir / _PARTS.format(self.source)).read_text(encoding="utf-8")):
-            table = load_documents(work_dir / name)
+        for name, first_document in json.loads((work_dir / _PARTS.format(self.source)).read_text(encoding="utf-8")):
+            table = load_document_table(work_dir / name)
             sort_keys = random_order(table["hash"])  # ascending
             start = int(np.searchsorted(sort_keys, np.uint64(self.low)))
             end = int(np.searchsorted(sort_keys, np.uint64(self.high - 1), "right"))
-            kept = np.fromfile(work_dir / _KEPT, bool, end - start, offset=first + start)
+            kept = np.fromfile(work_dir / _KEPT, bool, end - start, offset=first_document + start)
             held_out = are_held_out(table[start:end], self.max_held_out_hash, entire_source=self.source_is_held_out)
             yield name, start + np.flatnonzero(kept & (held_out == (self.split == "validation")))
 
@@ -128,7 +129,7 @@ class Documents:
     """All documents in the order of the corpus."""
 
     def __init__(
-        self, work_dir: Path, summaries: list[ChunkSummary], fraction: float, held_out: Mapping[int, str]
+        self, work_dir: Path, summaries: list[ChunkSummary], fraction: float, held_out_sources: Mapping[int, str]
     ) -> None:
         self._work_dir = work_dir
         self._summaries = summaries
@@ -136,14 +137,14 @@ class Documents:
         self._part_starts = np.cumsum([0, *(count_documents(work_dir / part) for part, _ in self._parts)])
         self._count = int(self._part_starts[-1])
         self._fraction, self._hash_limit = fraction, np.uint64(fraction * 2**64)  # lower hashes are held out
-        self._held_out_sources = held_out
-        self._only_held_out = all(summary.source in held_out for summary in summaries)  # a corpus only for evaluation
+        self._held_out_sources = held_out_sources
+        self._only_held_out = all(summary.source in held_out_sources for summary in summaries)
         self._max_held_out_hash = -1  # the highest hash of a held-out document
-        self._near: NearDuplicates | None = None
+        self._near_duplicates: NearDuplicates | None = None
         # Counts by source: near-duplicates, training documents that match held-out ones, held-out documents that the
         # corpus already trains on.
-        count = 1 + max([*(summary.source for summary in summaries), *held_out], default=-1)
-        self._near_counts, self._lost_counts, self._trained_counts = np.zeros((3, count), np.int64)
+        source_count = 1 + max([*(summary.source for summary in summaries), *held_out_sources], default=-1)
+        self._near_counts, self._lost_counts, self._trained_counts = np.zeros((3, source_count), np.int64)
 
     @classmethod
     def load(
@@ -151,49 +152,50 @@ class Documents:
         work_dir: Path,
         summaries: list[ChunkSummary],
         validation_fraction: float,
-        held_out: Mapping[int, str] = MappingProxyType({}),
+        held_out_sources: Mapping[int, str] = MappingProxyType({}),
         near_duplicates: NearDuplicates | None = None,
         faults: Sequence[dict[str, Any]] = (),
-        known: Sequence[tuple[Path, bool | None]] = (),
+        known_hash_files: Sequence[tuple[Path, bool | None]] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         Args:
             validation_fraction: fraction of documents to hold out in sources that are not entirely held out.
-            held_out: {index: name} of the sources that are entirely held out.
+            held_out_sources: {index: name} of the sources that are entirely held out.
             near_duplicates: the near-duplicates to drop; None if they are not searched.
             faults: entries of `Problems`, to explain an empty corpus.
-            known: files of `write_hashes` with documents that the corpus already has, which are dropped; and whether
-                they are training documents (True), held-out documents (False), or possibly both (None).
+            known_hash_files: files of `write_hashes` for documents that the corpus already has, which are dropped; and
+                whether they are training documents (True), held-out documents (False), or possibly both (None).
 
         Raises `InputError` if no document is left, or if the corpus trains on documents of a source to hold out.
         """
-        documents = cls(work_dir, summaries, validation_fraction, held_out)
+        documents = cls(work_dir, summaries, validation_fraction, held_out_sources)
         if not documents._count:
             raise _empty_error(summaries, faults)
-        documents._drop(near_duplicates, [(load_hashes(path), is_trained) for path, is_trained in known])
-        documents._refuse_trained()
+        known_hashes = [(load_hashes(path), are_trained) for path, are_trained in known_hash_files]
+        documents._drop(near_duplicates, known_hashes)
+        documents._check_not_trained()
         documents._hold_out()
         return documents
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None, known: _KnownHashes) -> None:
+    def _drop(self, near_duplicates: NearDuplicates | None, known_hashes: _KnownHashes) -> None:
         """Keep the first of each group of equal documents, unless it is known or a near-duplicate of an earlier one.
 
         Documents of held-out sources precede all others.
         """
-        self._near = near_duplicates
+        self._near_duplicates = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
         hash_buckets = Buckets(self._work_dir / "hashed", _HASHED, count)
         for (part, _), first in zip(self._parts, self._part_starts.tolist(), strict=False):
-            hashes = load_documents(self._work_dir / part)["hash"]
+            hashes = load_document_table(self._work_dir / part)["hash"]
             rows = np.zeros(len(hashes), _HASHED)
             rows["hash"], rows["document"] = hashes, np.arange(first, first + len(hashes))
             hash_buckets.add(rows, bucket_of(hashes[:, 0], count))
         dropped_buckets = Buckets(self._work_dir / "dropped", _DROPPED, count)
         for rows in hash_buckets.drain():
-            dropped = self._find_dropped(rows, near_duplicates, known)
+            dropped = self._find_dropped(rows, near_duplicates, known_hashes)
             dropped_buckets.add(dropped, dropped["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work_dir / _KEPT) as file:
             for index, dropped in enumerate(dropped_buckets.drain()):
@@ -205,32 +207,34 @@ class Documents:
                 self._lost_counts += self._count_by_source(dropped["document"][dropped["lost"]])
 
     def _find_dropped(
-        self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _KnownHashes
+        self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known_hashes: _KnownHashes
     ) -> np.ndarray:
         """Return the documents to drop, _DROPPED; `rows` must contain all documents with the same hash."""
         hashes, in_held_out = rows["hash"], np.isin(self._sources(rows["document"]), [*self._held_out_sources])
         order = np.lexsort((rows["document"], ~in_held_out, hashes[:, 1], hashes[:, 0]))
         rows, in_held_out = rows[order], in_held_out[order]
         documents, hashes = rows["document"], rows["hash"]
-        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
-        first_equal = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
+        is_dropped = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
+        first_equal = np.maximum.accumulate(np.where(is_dropped, 0, np.arange(len(rows))))  # first row with this hash
         in_fraction = hashes[:, 0] < self._hash_limit
-        lost, (near, trained, held_out) = ~in_held_out & in_held_out[first_equal], np.zeros((3, len(rows)), bool)
-        for known_hashes, are_trained in known:
-            is_known = are_among(known_hashes, hashes)
-            drop |= is_known
-            trained |= is_known & bool(are_trained)
+        is_lost = ~in_held_out & in_held_out[first_equal]
+        is_near, is_trained, is_held_out = np.zeros((3, len(rows)), bool)
+        for file_hashes, are_trained in known_hashes:
+            is_known = are_among(file_hashes, hashes)
+            is_dropped |= is_known
+            is_trained |= is_known & bool(are_trained)
             # If near-duplicates are not searched, each dropped document equals one that is trained on or held out.
             may_be_held_out = are_trained is False or (are_trained is None and not near_duplicates)
-            held_out |= is_known & (in_fraction | may_be_held_out)
-        lost |= ~in_held_out & held_out & ~trained
-        self._trained_counts += self._count_by_source(documents[trained & in_held_out])
+            is_held_out |= is_known & (in_fraction | may_be_held_out)
+        is_lost |= ~in_held_out & is_held_out & ~is_trained
+        self._trained_counts += self._count_by_source(documents[is_trained & in_held_out])
         if near_duplicates:
-            near = are_among(near_duplicates.hashes, hashes) & ~drop
-            lost |= are_among(near_duplicates.lost, hashes) & near
-            drop |= near
-        dropped = np.zeros(int(drop.sum()), _DROPPED)
-        dropped["document"], dropped["near"], dropped["lost"] = documents[drop], near[drop], lost[drop]
+            is_near = are_among(near_duplicates.hashes, hashes) & ~is_dropped
+            is_lost |= are_among(near_duplicates.lost, hashes) & is_near
+            is_dropped |= is_near
+        dropped = np.zeros(int(is_dropped.sum()), _DROPPED)
+        for name, values in (("document", documents), ("near", is_near), ("lost", is_lost)):
+            dropped[name] = values[is_dropped]
         return dropped
 
     def _sources(self, documents: np.ndarray) -> np.ndarray:
@@ -241,15 +245,15 @@ class Documents:
     def _count_by_source(self, documents: np.ndarray) -> np.ndarray:
         return np.bincount(self._sources(documents), minlength=len(self._lost_counts))
 
-    def _refuse_trained(self) -> None:
+    def _check_not_trained(self) -> None:
         """Raise `InputError` if the corpus already trains on documents of a held-out source."""
-        similar = self._near.trained_counts if self._near else {}
+        similar = self._near_duplicates.trained_counts if self._near_duplicates else {}
         counts = {name: (int(self._trained_counts[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
-        named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
-        if named:
+        found = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
+        if found:
             count = counted(sum(map(sum, counts.values())), "document")
             raise InputError(
-                f"corpus.sources: {count} to hold out ({'; '.join(named)}): the corpus trains on this text. Remove it "
+                f"corpus.sources: {count} to hold out ({'; '.join(found)}): the corpus trains on this text. Remove it "
                 "from the source, or prepare all sources together into another corpus.dir."
             )
 
@@ -279,11 +283,11 @@ class Documents:
         return any(part.of_split("train").any() for part in self._decided_parts())
 
     def _decided_parts(self, start: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
-        """Yield the parts that contain documents in [start, end)."""
+        """Yield the parts that contain documents with indices in [start, end)."""
         start = max(0, int(np.searchsorted(self._part_starts, start, "right")) - 1)
         stop = int(np.searchsorted(self._part_starts, self._count if end is None else end))
         for (name, source), first in zip(self._parts[start:stop], self._part_starts[start:stop].tolist(), strict=True):
-            table = load_documents(self._work_dir / name)
+            table = load_document_table(self._work_dir / name)
             kept = np.fromfile(self._work_dir / _KEPT, bool, len(table), offset=first)
             yield _DecidedPart(name, source, table, kept, kept & self._are_held_out(table, source))
 
@@ -333,9 +337,9 @@ class Documents:
         return ordered["hash"][max(1, fitting_count) - 1, 1]
 
     def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
-        """Write the hashes (uint64 [D, 2], ascending) of a source's training documents, or of all its others.
+        """Write the hashes (uint64 [D, 2], ascending) of a source's training documents, or of all its other documents.
 
-        The others are held out, or dropped because the corpus has an equal or similar document.
+        Other documents are held out, or dropped because the corpus has an equal or similar one.
         """
         parts = [index for index, (_, part_source) in enumerate(self._parts) if part_source == source]
         start, end = (int(self._part_starts[parts[0]]), int(self._part_starts[parts[-1] + 1])) if parts else (0, 0)
@@ -361,11 +365,11 @@ class Documents:
             write_json(self._work_dir / _PARTS.format(source), parts)
             totals = self._totals(int(self._part_starts[indices[0]]), int(self._part_starts[indices[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
-                for low, high, sums in _cut_bins(split_totals, shard_tokens):
+                for low, high, shard_totals in _cut_bins(split_totals, shard_tokens):
                     name = f"{split}-{(first_shards or {}).get(split, 0) + len(plans[split]):05d}"
-                    held_out = source in self._held_out_sources
-                    document_range = DocumentRange(source, split, low, high, held_out, self._max_held_out_hash)
-                    plans[split].append(ShardPlan(name, document_range, sums))
+                    is_held_out = source in self._held_out_sources
+                    document_range = DocumentRange(source, split, low, high, is_held_out, self._max_held_out_hash)
+                    plans[split].append(ShardPlan(name, document_range, shard_totals))
         return [plan for split in SPLITS for plan in plans[split]]
 
     def _totals(self, start: int, end: int) -> np.ndarray:
@@ -392,7 +396,7 @@ class Documents:
                 entries[dropped["filter"], dropped["rule"]]["by_source"][summary.source] += dropped["documents"]
         return [*entries.values(), *self._near_duplicate_entries(source_count)]
 
-    def eval_entries(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
+    def evaluation_entries(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
         seen = np.array(sorted({index for summary in self._summaries for index in summary.seen}), np.int64)
         set_starts = np.cumsum([0, *(size["texts"] for size in sizes)])
@@ -403,7 +407,7 @@ class Documents:
 
     def _near_duplicate_entries(self, source_count: int) -> list[dict[str, Any]]:
         """Return a list of one entry, on near-duplicates; [] if none were dropped."""
-        if self._near is None or not self._near_counts.any():
+        if self._near_duplicates is None or not self._near_counts.any():
             return []
         by_source = [self._near_count(source) for source in range(source_count)]
         return [
@@ -411,7 +415,7 @@ class Documents:
                 "filter": "near_duplicates",
                 "rule": "threshold",
                 "documents": sum(by_source),
-                "examples": self._near.examples,
+                "examples": self._near_duplicates.examples,
                 "by_source": by_source,
             }
         ]
@@ -427,26 +431,26 @@ class Documents:
 
     def statistics(self, source_count: int) -> list[dict[str, int]]:
         """Return the counts of each source for the card."""
-        unaccounted, result = [0] * source_count, []
+        unaccounted, entries = [0] * source_count, []
         for source in range(source_count):
             summaries = [summary for summary in self._summaries if summary.source == source]
             read = sum(summary.documents for summary in summaries)
             unaccounted[source] = read - sum(summary.dropped for summary in summaries)
             names = ("too_short", "duplicates", "lost_to_held_out", "documents", "validation_documents")
-            result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
+            entries.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
         for part in self._decided_parts():
-            counts = result[part.source]
+            counts = entries[part.source]
             unaccounted[part.source] -= len(part.table)
             counts["duplicates"] += int((~part.kept).sum())
             counts["documents"] += int(part.kept.sum())
             counts["validation_documents"] += int(part.held_out.sum())
             for name, field_name in _SUMS.items():
                 counts[name] += int(part.table[field_name][part.kept].sum(dtype=np.int64))
-        for source, counts in enumerate(result):
+        for source, counts in enumerate(entries):
             counts["too_short"] = unaccounted[source]
             counts["duplicates"] -= self._near_count(source)
             counts["lost_to_held_out"] = int(self._lost_counts[source]) if source < len(self._lost_counts) else 0
-        return result
+        return entries
 
 
 _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_bytes": "bytes"}
@@ -482,9 +486,9 @@ def _cut_bins(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, d
     ends = np.cumsum(totals[:, filled], axis=1)
     start = 0
     while start < len(filled):
-        before = ends[:, start - 1] if start else np.zeros(3, np.int64)
-        end = max(start + 1, int(np.searchsorted(ends[2], before[2] + max_tokens, "right")))
-        documents, sentences, tokens = (ends[:, end - 1] - before).tolist()
+        earlier = ends[:, start - 1] if start else np.zeros(3, np.int64)  # totals of all earlier ranges
+        end = max(start + 1, int(np.searchsorted(ends[2], earlier[2] + max_tokens, "right")))
+        documents, sentences, tokens = (ends[:, end - 1] - earlier).tolist()
         low, high = (int(filled[start]) << _ORDER_SHIFT, (int(filled[end - 1]) + 1) << _ORDER_SHIFT)
         yield low, high, {"documents": documents, "sentences": sentences, "tokens": tokens}
         start = end

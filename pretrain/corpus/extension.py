@@ -4,19 +4,19 @@ A word that occurs n times and has p tokens takes n x p tokens in the corpus; as
 come after the old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
 
 The tokenizers find new entries in different ways. WordPiece matches the longest entry. In a Unigram, the score of a new
-entry slightly exceeds the sum of its pieces' scores: too little to change the tokens of other words, but by more for
-more pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into words looks up whole
-words before applying merges (`ignore_merges`).
+entry exceeds the sum of its pieces' scores by a margin, which is too small to change the tokens of other words, and
+grows with the number of pieces, so that a longer word is preferred to its prefix. A BPE that first splits text into
+words looks up whole words before applying merges (`ignore_merges`).
 
 In scripts without spaces, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
 """
 
-import collections
 import itertools
 import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,14 +50,14 @@ class Extension(NamedTuple):
     words: list[str]  # the new entries, in the order of their ids
 
 
-def sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tuple[collections.Counter[str], list[str]]:
+def count_sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tuple[Counter[str], list[str]]:
     """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and a sample of its documents."""
     training_inputs = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in training_inputs]
     known_sizes = [size for size in sizes if math.isfinite(size)]
     sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known_sizes or [1])) for size in sizes]
     total = max(1, sum(sizes))
-    counts: collections.Counter[str] = collections.Counter()
+    counts: Counter[str] = Counter()
     sample, seen_characters, sampled_characters = list[str](), 0, 0
     for (source, item), size in zip(training_inputs, sizes, strict=True):
         remaining = _SAMPLED_BYTES * size / total
@@ -73,11 +73,11 @@ def sampled_words(inputs: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> tup
     return counts, sample
 
 
-def saved_share(before: Tokenizer, after: Tokenizer, documents: Sequence[str]) -> float:
-    """Return the share of tokens in documents that the tokenizer `after` saves over `before`."""
+def saved_share(old_tokenizer: Tokenizer, new_tokenizer: Tokenizer, documents: Sequence[str]) -> float:
+    """Return the fraction of tokens that `new_tokenizer` saves in `documents`, compared with `old_tokenizer`."""
     old, new = (
         sum(len(encoding.ids) for encoding in tokenizer.encode_batch(documents, add_special_tokens=False))
-        for tokenizer in (before, after)
+        for tokenizer in (old_tokenizer, new_tokenizer)
     )
     return 1 - new / max(1, old)
 
@@ -90,7 +90,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
 
     Args:
         tokenizer: tokenizer of the checkpoint.
-        counts: occurrences of words, from `sampled_words`.
+        counts: occurrences of words, from `count_sampled_words`.
         max_words: maximum number of new entries.
 
     Raises:
@@ -113,11 +113,11 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     while True:
         extended = _with_entries(tokenizer, chosen)
         new_ids = _ids_of(extended, words)
-        broken = [word for word in words if unknown_id in new_ids[word] and unknown_id not in old_ids[word]]
-        if not broken:
+        now_unknown = [word for word in words if unknown_id in new_ids[word] and unknown_id not in old_ids[word]]
+        if not now_unknown:
             break
         # If WordPiece matches a new entry first, the rest of a longer word may match no entry, so the word is [UNK].
-        chosen = [entry for entry in chosen if not any(_may_match(entry, word) for word in broken)]
+        chosen = [entry for entry in chosen if not any(_may_match(entry, word) for word in now_unknown)]
     return Extension(extended, chosen)
 
 
@@ -128,20 +128,20 @@ def _may_match(entry: str, word: str) -> bool:
 
 def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
-    where = f"corpus.vocabulary.added_words ({max_words})"
+    setting = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
     kind, splits_words = model["type"], len(_count_pre_tokens(tokenizer, {"one": 1, "two words": 1})) > 2
     # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
     if kind not in ("WordPiece", "Unigram") and (not splits_words or model.get("end_of_word_suffix")):
         raise InputError(
-            f"{where}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
+            f"{setting}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
             "the end of words, so words cannot be added. Set it to 0."
         )
     size = vocabulary_size(tokenizer)
     if size <= MAX_UINT16_ENTRIES < size + max_words:
         raise InputError(
-            f"{where}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of the "
-            f"token shards ({MAX_UINT16_ENTRIES}). Lower it to {MAX_UINT16_ENTRIES - size} or less."
+            f"{setting}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of "
+            f"the token shards ({MAX_UINT16_ENTRIES}). Lower it to {MAX_UINT16_ENTRIES - size} or less."
         )
 
 
@@ -159,11 +159,11 @@ def _documents(source: SourceConfig, item: Input, stride: int) -> Iterator[str]:
         yield from sources.documents(chunk, Problems())
 
 
-def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
+def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> Counter[str]:
     """Normalize and pre-tokenize words, each after a space; return the counts of the resulting pre-tokens."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
-    words: collections.Counter[str] = collections.Counter()
+    words: Counter[str] = Counter()
     for word, count in counts.items():
         text = normalizer.normalize_str(f" {word}") if normalizer else f" {word}"
         for pre_token, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
@@ -174,39 +174,37 @@ def _count_pre_tokens(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collec
 def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """Return the token ids of each word; words are pre-tokens, as in the result of `_count_pre_tokens`."""
     model: Any = tokenizer.model
-    inner = model
+    continuation_model: Any = model
     if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"
         continuations = {entry[2:]: token_id for entry, token_id in tokenizer.get_vocab().items() if entry[:2] == "##"}
         continuations[model.unk_token] = _unknown_id(tokenizer) or 0
-        inner: Any = models.WordPiece(continuations, unk_token=model.unk_token, continuing_subword_prefix="")
-    encoded = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
-    return {word: [token.id for token in tokens] for word, tokens in encoded}
+        continuation_model = models.WordPiece(continuations, unk_token=model.unk_token, continuing_subword_prefix="")
+    split = [(word, word[2:], continuation_model) if word[:2] == "##" else (word, word, model) for word in words]
+    return {word: [token.id for token in word_model.tokenize(text)] for word, text, word_model in split}
 
 
-def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> collections.Counter[str]:
-    """Count words and, in scripts without spaces, sequences of letters that byte-pair encoding finds.
-
-    The units of this byte-pair encoding are letters with their marks.
-    """
+def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> Counter[str]:
+    """Count words and, in scripts without spaces, sequences of letters that byte-pair encoding finds."""
     unspaced = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
-    sequences = collections.Counter({word: count for word, count in words.items() if word not in unspaced})
-    letters: dict[str, str] = {}
+    sequences = Counter({word: count for word, count in words.items() if word not in unspaced})
+    letter_codes: dict[str, str] = {}  # letter with its marks -> private-use character
     coded: dict[str, int] = {}
     step = max(1, sum(map(len, unspaced)) // _LEARNED_CHARACTERS)
     for word in sorted(unspaced)[::step]:
-        units = (letters.setdefault(unit, chr(_FIRST_PRIVATE + len(letters))) for unit in scripts.CLUSTER.findall(word))
-        coded["".join(units)] = step * unspaced[word]
-    learned, codes = Tokenizer(models.BPE()), list(letters.values())  # a fixed order, instead of a hash map's
-    size = len(letters) + max_words + _EXTRA_SEQUENCES
+        units = scripts.CLUSTER.findall(word)
+        code = "".join(letter_codes.setdefault(unit, chr(_FIRST_PRIVATE + len(letter_codes))) for unit in units)
+        coded[code] = step * unspaced[word]
+    learned, codes = Tokenizer(models.BPE()), list(letter_codes.values())  # in a fixed order, instead of a hash map's
+    size = len(letter_codes) + max_words + _EXTRA_SEQUENCES
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=codes, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     learned.train_from_iterator(repeat_words(coded), trainer)
-    decoded = {ord(code): letter for letter, code in letters.items()}
+    letters = {ord(code): letter for letter, code in letter_codes.items()}
     mark = "##" if isinstance(tokenizer.model, models.WordPiece) else ""
     model: Any = learned.model
     for word, count in coded.items():
         for index, piece in enumerate(model.tokenize(word)):
-            sequences[mark * (index > 0) + piece.value.translate(decoded)] += count
+            sequences[mark * (index > 0) + piece.value.translate(letters)] += count
     return sequences
 
 

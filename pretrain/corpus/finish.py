@@ -17,11 +17,11 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import ExistingCorpus, merged_filters, merged_sets, write_signatures
+from pretrain.corpus.growth import ExistingCorpus, merged_evaluation_sets, merged_filters, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import add_card, changeable_source_fields, content_digest, make_manifest, source_name
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.samples import compare, read_tokens
+from pretrain.corpus.samples import check_tokens, read_tokens
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
@@ -92,18 +92,19 @@ class PreparedCorpus:
         put_manifest(folder, add_card(folder, manifest))
 
     def _check_samples(self, tokenizer: Tokenizer) -> None:
-        """Raise `InputError` if the tokenizer encodes sampled documents to other tokens than the shards have."""
+        """Raise `InputError` if the tokenizer gives sampled documents other tokens than the shards contain."""
         origins = {n: f"{self.corpus.folder}: source {source_name(config)}" for n, config in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
         sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
         stored = ((shard.source, read_tokens(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
-        compare(tokenizer, ((origins[source], document) for source, documents in stored for document in documents))
+        check_tokens(tokenizer, ((origins[source], document) for source, documents in stored for document in documents))
 
     def _write_card(self, manifest: dict[str, Any], readings: tuple[list[dict[str, Any]], list[str]]) -> None:
         old_card = self.existing.card(self.work_dir) if self.existing else {}
         count = len(manifest["sources"])
         extension = {key: value for key, value in old_card.get("vocabulary", {}).items() if key in _EXTENSION_KEYS}
-        evaluation = self.documents.eval_entries(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
+        names = set_names(self.corpus.filters.contamination)
+        evaluation = self.documents.evaluation_entries(self.evaluation_sizes, names)
         card.write_card(
             self.corpus.folder,
             manifest["sources"],
@@ -118,7 +119,7 @@ class PreparedCorpus:
             readings=readings,
             extension=extension or self.extension,
             filtered=merged_filters(old_card.get("filters", []), self.documents.filter_entries(count), count),
-            evaluation=merged_sets(old_card.get("evaluation_sets", []), evaluation),
+            evaluation=merged_evaluation_sets(old_card.get("evaluation_sets", []), evaluation),
             old_card=old_card,
         )
 

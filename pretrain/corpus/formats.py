@@ -15,8 +15,8 @@ from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
 from pretrain.corpus.sources.books import ends_in_punctuation
 from pretrain.corpus.streams import open_text
 
-PLAIN = books.__name__.rpartition(".")[2]
-_KINDS = {
+PLAIN = books.__name__.rpartition(".")[2]  # kind for plain text
+_KIND_BY_SUFFIX = {
     suffix: module.__name__.rpartition(".")[2]
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
@@ -46,7 +46,7 @@ def files_below(path: Path, problems: Problems) -> list[Path]:
 
 def kind_of(file: Path) -> str:
     """Return the kind of source for a file, by its suffix or, if that is missing or unknown, by its first bytes."""
-    kind = _KINDS.get(plain_suffix(file), PLAIN)
+    kind = _KIND_BY_SUFFIX.get(plain_suffix(file), PLAIN)
     if kind != PLAIN:
         return kind
     try:
@@ -61,18 +61,18 @@ def kind_of(file: Path) -> str:
 def kind_warnings(
     sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], validation_fraction: float
 ) -> tuple[list[str], bool]:
-    """Return warnings about plain-text sources that another kind fits, and whether they concern all training text."""
+    """Return warnings about plain-text sources that fit another kind, and whether they concern all training text."""
     paths = {index: [Path(path) for item in inputs[index] for path in item.paths] for index in sources}
-    are_few = validation_fraction > 0 and sum(map(len, paths.values())) < _MIN_FILES
-    are_few &= not any(source.held_out for source in sources.values())
-    min_bytes = 0 if are_few else _LARGE_BYTES
-    by_source = {index: _kind_warning(source.kind, paths[index], min_bytes) for index, source in sources.items()}
-    warnings = [f"corpus.sources.{index}.kind: {warning}" for index, warning in by_source.items() if warning]
-    return warnings, are_few and len(warnings) == len(sources)
+    has_few_files = validation_fraction > 0 and sum(map(len, paths.values())) < _MIN_FILES
+    has_few_files &= not any(source.held_out for source in sources.values())
+    min_bytes = 0 if has_few_files else _LARGE_BYTES
+    found = {index: _kind_warning(source.kind, paths[index], min_bytes) for index, source in sources.items()}
+    warnings = [f"corpus.sources.{index}.kind: {warning}" for index, warning in found.items() if warning]
+    return warnings, has_few_files and len(warnings) == len(sources)
 
 
 def _kind_warning(kind: str, paths: list[Path], min_bytes: int) -> str:
-    """Return a warning if another kind than `kind` fits the files; "" if not, or if a file is not local."""
+    """Return a warning if the files fit another kind than `kind`; "" if they do not, or if a file is not local."""
     if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
         return ""
     sizes = [path.stat().st_size for path in paths]

@@ -27,18 +27,13 @@ from pretrain.corpus.filters import near_duplicates
 from pretrain.corpus.manifest import source_name, split_by_source, try_read_manifest, without_card
 from pretrain.corpus.shards import source_fingerprint
 
-_OLD_CARD = "card-before.json"  # in the work folder
-_HASHES, _OTHERS, _SKETCHES = ".hashes", ".others", near_duplicates.SUFFIX
+_OLD_CARD = "card-before.json"  # file in the work folder
+_TRAINING_SUFFIX, _OTHERS_SUFFIX, _SKETCHES_SUFFIX = ".hashes", ".others", near_duplicates.SUFFIX
 
 
 @dataclass(frozen=True)
 class ExistingCorpus:
-    """An existing corpus to which sources are added.
-
-    Attributes:
-        folder: folder of the corpus.
-        manifest: manifest of the existing corpus.
-    """
+    """An existing corpus to which sources are added."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -57,8 +52,8 @@ class ExistingCorpus:
         return {split: 1 + max(numbers) for split, numbers in used.items()}
 
     @property
-    def identity(self) -> list[str]:
-        """The fingerprints of the existing sources; an interrupted addition only continues if they are the same."""
+    def fingerprints(self) -> list[str]:
+        """The fingerprints of the existing sources; an interrupted addition only continues if they are unchanged."""
         return [source_fingerprint(self.manifest, source) for source in range(self.source_count)]
 
     def signatures(self, suffix: str) -> dict[int, Path]:
@@ -71,8 +66,9 @@ class ExistingCorpus:
         """Hash files, each with True for training documents, False for held-out ones, None for held-out or dropped."""
         settings = split_by_source(self.manifest["settings"])[1]
         held_out = {n for n in settings if settings[n].get("held_out")}
-        trained = [(path, n not in held_out) for n, path in self.signatures(_HASHES).items()]
-        return [*trained, *((path, False if n in held_out else None) for n, path in self.signatures(_OTHERS).items())]
+        files = [(path, n not in held_out) for n, path in self.signatures(_TRAINING_SUFFIX).items()]
+        others = [(path, False if n in held_out else None) for n, path in self.signatures(_OTHERS_SUFFIX).items()]
+        return [*files, *others]
 
     @property
     def training_hash_files(self) -> tuple[Path, ...]:
@@ -81,8 +77,8 @@ class ExistingCorpus:
 
     def link_sketches(self, work_dir: Path) -> None:
         """Link the corpus's sketches into the work folder, where they sort before the sketches of new documents."""
-        for source, path in self.signatures(_SKETCHES).items():
-            target = work_dir / f"{source:03d}{_SKETCHES}"
+        for source, path in self.signatures(_SKETCHES_SUFFIX).items():
+            target = work_dir / f"{source:03d}{_SKETCHES_SUFFIX}"
             target.unlink(missing_ok=True)
             try:
                 os.link(path, target)
@@ -103,21 +99,21 @@ class ExistingCorpus:
         put_manifest(self.folder, without_card(self.manifest))
 
 
-def known_at_addresses(folder: Path, configured: Sequence[SourceConfig]) -> dict[int, str]:
-    """Return {index in `configured`: digest of the files} of sources at addresses that need not be fetched.
+def known_digests(folder: Path, config_sources: Sequence[SourceConfig]) -> dict[int, str]:
+    """Return {index in `config_sources`: digest of the files} of sources at addresses that need not be fetched.
 
     The corpus already has these sources, with the same name and size.
     """
     if (manifest := try_read_manifest(folder)) is None:
         return {}
     corpus_indices = {entry["name"]: index for index, entry in enumerate(manifest["sources"])}
-    old, digests = split_by_source(manifest["settings"])[1], {}
-    for index, source in enumerate(configured):
+    old_settings, digests = split_by_source(manifest["settings"])[1], {}
+    for index, source in enumerate(config_sources):
         corpus_index = corpus_indices.get(source_name(source), -1)
-        if is_remote(source.path) and "path" in old.get(corpus_index, {}):
+        if is_remote(source.path) and "path" in old_settings.get(corpus_index, {}):
             inputs = sources.list_inputs(source, f"corpus.sources.{index}")
             if sum(item.bytes for item in inputs) == manifest["sources"][corpus_index].get("input_bytes"):
-                digests[index] = old[corpus_index]["path"]
+                digests[index] = old_settings[corpus_index]["path"]
     return digests
 
 
@@ -137,23 +133,23 @@ def write_signatures(
     folder: Path, work_dir: Path, documents: Documents, source: int, *, with_sketches: bool
 ) -> list[str]:
     """Write the signatures of a new source, optionally with sketches from `work_dir`; return the file names."""
-    names = [f"{_stem(source)}{suffix}" for suffix in (_HASHES, _OTHERS)]
+    names = [f"{_stem(source)}{suffix}" for suffix in (_TRAINING_SUFFIX, _OTHERS_SUFFIX)]
     for name, trained in zip(names, (True, False), strict=True):
         documents.write_hashes(source, folder / name, trained=trained)
-    parts = sorted(work_dir.glob(f"{source:03d}-*{_SKETCHES}")) if with_sketches else []
+    parts = sorted(work_dir.glob(f"{source:03d}-*{_SKETCHES_SUFFIX}")) if with_sketches else []
     if parts:
-        names.append(f"{_stem(source)}{_SKETCHES}")
+        names.append(f"{_stem(source)}{_SKETCHES_SUFFIX}")
         near_duplicates.join_sketches(parts, folder / names[-1])
     return names
 
 
-def merged_filters(old: list[dict[str, Any]], added: list[dict[str, Any]], source_count: int) -> list[dict[str, Any]]:
+def merged_filters(old: list[dict[str, Any]], new: list[dict[str, Any]], source_count: int) -> list[dict[str, Any]]:
     """Merge the filter entries of the existing card and of the new sources."""
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in old:
         counts = [*entry["by_source"], *[0] * (source_count - len(entry["by_source"]))]
         entries[entry["filter"], entry["rule"]] = {**entry, "by_source": counts}
-    for entry in added:
+    for entry in new:
         merged = entries.setdefault((entry["filter"], entry["rule"]), {**entry, "documents": 0, "by_source": []})
         merged["documents"] += entry["documents"]
         counts = merged["by_source"] or [0] * source_count
@@ -161,10 +157,10 @@ def merged_filters(old: list[dict[str, Any]], added: list[dict[str, Any]], sourc
     return list(entries.values())
 
 
-def merged_sets(old: list[dict[str, Any]], added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged_evaluation_sets(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the evaluation sets' entries of the existing card and the new sources; `found` is the maximum of both."""
     old_found: Mapping[str, int] = {entry["name"]: entry["found"] for entry in old}
-    return [{**entry, "found": max(entry["found"], old_found.get(entry["name"], 0))} for entry in added]
+    return [{**entry, "found": max(entry["found"], old_found.get(entry["name"], 0))} for entry in new]
 
 
 def _stem(source: int) -> str:

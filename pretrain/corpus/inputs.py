@@ -85,12 +85,12 @@ class Problems:
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     """Describe the first `entries` of `Problems` in one line: where, what, and how often."""
-    shown = []
+    parts = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
-        shown.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+        parts.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
     more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
-    return "; ".join([*shown, *more])
+    return "; ".join([*parts, *more])
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Input:
     """A file, several small files, or a shard of a data set; it is cut into chunks."""
 
     paths: tuple[str, ...]
-    bytes: int
+    bytes: int  # total size of the files
     problems: tuple[dict[str, Any], ...] = ()  # faults found while listing the inputs; only the first input has them
 
     @property
@@ -295,12 +295,12 @@ class BrokenInputError(Exception):
 
 
 def data_spans(
-    item: Input, batches: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
+    item: Input, batches: Iterator[tuple[Any, int]], empty_data: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
     """Yield the spans of an input that is read in order: spans with data, then a last one with only the faults.
 
     `batches` yields (data, bytes of the file read so far), may raise `BrokenInputError`, and may add faults to
-    `problems`. `empty` is the data of the last span.
+    `problems`. `empty_data` is the data of the last span.
     """
     path, problems = item.paths[0], problems or Problems()
     position, is_empty = 0, True
@@ -312,7 +312,7 @@ def data_spans(
             problems.add(path, "empty file")
     except BrokenInputError as error:
         problems.add(path, str(error), f"in its last {item.bytes - position} bytes")
-    yield Span(data=empty, bytes=max(0, item.bytes - position), problems=problems.entries())
+    yield Span(data=empty_data, bytes=max(0, item.bytes - position), problems=problems.entries())
 
 
 def file_size(path: Path, config_key: str) -> int:

@@ -39,8 +39,8 @@ def first_value(path: Path) -> Any:
     return _decode(text, len(_separators(text, 0)))[0]
 
 
-def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (values of about CHUNK_BYTES, one per line; approximate offset of their end in the file).
+def value_batches(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield (JSON values, one per line, about CHUNK_BYTES in all; approximate offset of their end in the file).
 
     Raises `BrokenInputError` if the file or a value cannot be read, after yielding all earlier values, and `InputError`
     if the file is too large.

@@ -37,25 +37,25 @@ class KeyTable:
         mixed = keys[0] if self._width == 1 else keys[0] ^ (keys[1] * self._MIX)
         return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
 
-    def _contains(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-        same = self._keys[0][slots] == keys[0]
-        return same if self._width == 1 else same & (self._keys[1][slots] == keys[1])
+    def _slots_match(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+        is_equal = self._keys[0][slots] == keys[0]
+        return is_equal if self._width == 1 else is_equal & (self._keys[1][slots] == keys[1])
 
     def find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return (values, indices of the keys that are not in the table, whose values are arbitrary)."""
         slots = self._hash_slots(keys)
         values = self._values[slots]
-        pending = np.flatnonzero(~self._contains(slots, keys))
+        pending = np.flatnonzero(~self._slots_match(slots, keys))
         missing = []
         while pending.size:
             probed = slots[pending]
-            empty = self._keys[0][probed] == 0
-            missing.append(pending[empty])
-            pending = pending[~empty]
-            probed = (probed[~empty] + 1) & ((1 << self._bits) - 1)
+            is_empty = self._keys[0][probed] == 0
+            missing.append(pending[is_empty])
+            pending = pending[~is_empty]
+            probed = (probed[~is_empty] + 1) & ((1 << self._bits) - 1)
             slots[pending] = probed
             values[pending] = self._values[probed]
-            pending = pending[~self._contains(probed, [key[pending] for key in keys])]
+            pending = pending[~self._slots_match(probed, [key[pending] for key in keys])]
         return values, np.sort(np.concatenate(missing)) if missing else pending
 
     def _insert(self, keys: list[np.ndarray], values: np.ndarray) -> None:
@@ -63,33 +63,33 @@ class KeyTable:
         self._size += len(values)
         if 3 * self._size > 1 << self._bits:  # load factor of a third: 1.25 probes on average
             is_used = self._keys[0] != 0
-            old, old_values = [key[is_used] for key in self._keys], self._values[is_used]
+            old_keys, old_values = [key[is_used] for key in self._keys], self._values[is_used]
             while 3 * self._size > 1 << self._bits:
                 self._bits += 1
             self._allocate()
-            keys = [np.concatenate(pair) for pair in zip(old, keys, strict=True)]
+            keys = [np.concatenate(pair) for pair in zip(old_keys, keys, strict=True)]
             values = np.concatenate([old_values, values])
         slots = self._hash_slots(keys)
         pending = np.arange(len(values))
-        claim = np.empty(1 << self._bits, np.int64)
+        claimant = np.empty(1 << self._bits, np.int64)  # index of the key that gets each slot
         while pending.size:
             probed = slots[pending]
-            free = self._keys[0][probed] == 0
-            claim[probed[free]] = pending[free]  # several keys may claim a slot; the last one written wins
-            won = free & (claim[probed] == pending)
-            for stored, key in zip(self._keys, keys, strict=True):
-                stored[probed[won]] = key[pending[won]]
-            self._values[probed[won]] = values[pending[won]]
-            slots[pending[~won]] = (probed[~won] + 1) & ((1 << self._bits) - 1)
-            pending = pending[~won]
+            is_empty = self._keys[0][probed] == 0
+            claimant[probed[is_empty]] = pending[is_empty]  # several keys may claim a slot; the last one written wins
+            wins = is_empty & (claimant[probed] == pending)
+            for column, key in zip(self._keys, keys, strict=True):
+                column[probed[wins]] = key[pending[wins]]
+            self._values[probed[wins]] = values[pending[wins]]
+            slots[pending[~wins]] = (probed[~wins] + 1) & ((1 << self._bits) - 1)
+            pending = pending[~wins]
 
 
 def distinct(keys: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the distinct keys, ascending, and the index of each key among them (like `np.unique`)."""
     order = np.lexsort(keys[::-1])
     ordered = [key[order] for key in keys]
-    first = np.ones(len(order), bool)
-    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in ordered])
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in ordered])
     inverse = np.empty(len(order), np.int64)
-    inverse[order] = np.cumsum(first) - 1
-    return [key[first] for key in ordered], inverse
+    inverse[order] = np.cumsum(is_first) - 1
+    return [key[is_first] for key in ordered], inverse

@@ -89,13 +89,13 @@ def matching_files(path: Path, report: Reporter) -> list[Path]:
     """Return the files to read that match a pattern; hidden ones only if a part of the pattern starts with a dot."""
     pattern = str(path)
     root = Path(folders.root_of(pattern) or path.anchor)
-    names_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    if "**" in path.parts and not names_hidden and root.is_dir():  # `files_in` visits linked folders only once
+    include_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    if "**" in path.parts and not include_hidden and root.is_dir():  # `files_in` visits linked folders only once
         files = [file for file in files_in(root) if folders.matches(str(file), pattern)]
     else:
         paths = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
         files = [file for file in paths if file.is_file() or not file.exists()]
-    return visible_files(files, root, report, include_hidden=names_hidden)
+    return visible_files(files, root, report, include_hidden=include_hidden)
 
 
 def escaped_pattern(path: Path) -> str:

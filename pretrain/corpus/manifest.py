@@ -175,9 +175,9 @@ def match_sources(
 ) -> list[int]:
     """Return the index in the corpus of each source in the config; new sources get the next indices.
 
-    A source in the config matches the one in the corpus with equal settings and equal files: the same names, sizes and
-    times or, failing that, the same content (copied files, whose new digest is then put into the manifest). Failing
-    that, it matches the one with the same name. Settings of the vocabulary only count if `compare_vocabulary`.
+    A source in the config matches the source in the corpus that has equal settings and whose files have equal names,
+    sizes and times or, failing that, equal content (copied files, whose digest is then put into the manifest). Failing
+    that, it matches the source with its name. Settings of the vocabulary are only compared if `compare_vocabulary`.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
@@ -189,7 +189,7 @@ def match_sources(
     for index, settings in by_source.items():
         if index in corpus_indices:
             general |= prefix_settings(index, settings)
-    refuse_changes(folder, old_general, general)
+    check_unchanged(folder, old_general, general)
     names = [entry["name"] for entry in manifest["sources"]]
     for index, source in enumerate(sources):
         if index not in corpus_indices:
@@ -211,7 +211,10 @@ def _match_to_manifest(
     requested: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`."""
+    """Return {index in the config: index in the corpus}; for copied files, put digests into `old` and `manifest`.
+
+    `requested` has the settings of each source in the config, `old` the settings of each source in the corpus.
+    """
     entries, matched = manifest["sources"], {}
     names = [source_name(source) for source in sources]
 
@@ -287,17 +290,17 @@ def find_new_sources(
         if (corpus_index := corpus_indices.get(source_name(source))) is not None:
             old_general |= prefix_settings(index, {**old_by_source[corpus_index], "path": None})
             general |= prefix_settings(index, {**by_source[index], "path": None})
-    refuse_changes(folder, old_general, general)
+    check_unchanged(folder, old_general, general)
     return [index for index, source in enumerate(sources) if source_name(source) not in corpus_indices]
 
 
-def refuse_changes(folder: Path, old: dict[str, Any], requested: dict[str, Any]) -> None:
-    """Raise `InputError` if the settings of the corpus in `folder` differ from the requested ones."""
-    changed = [key for key in {**old, **requested} if old.get(key) != requested.get(key)]
+def check_unchanged(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise `InputError` if the settings of the corpus in `folder`, `old`, differ from the requested ones, `new`."""
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if not changed:
         return
     key = changed[0]
-    change = "its files have changed" if key.endswith(".path") else f"was {old.get(key)!r}, is {requested.get(key)!r}"
+    change = "its files have changed" if key.endswith(".path") else f"was {old.get(key)!r}, is {new.get(key)!r}"
     rest = f" (and {len(changed) - 1} more)" if changed[1:] else ""
     rename = "give the changed source another name to add it, " if _SOURCE_SETTING.fullmatch(key) else ""
     raise InputError(
@@ -313,15 +316,15 @@ def check_same_tokenizer(
 
     `extended`: the corpus's vocabulary may have further entries at its end. `setting` names the checkpoint.
     """
-    prepared_with = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    size, entries = vocabulary_size(tokenizer), prepared_with.get_vocab()
-    additional = vocabulary_size(prepared_with) - size
-    if additional < 0 or (additional and not extended):
-        reason = f"the corpus's vocabulary has {size + additional} entries, the checkpoint's {size}"
-    elif wrong := [entry for entry, token_id in tokenizer.get_vocab().items() if entries.get(entry) != token_id]:
-        first = min(wrong, key=tokenizer.get_vocab().__getitem__)
+    corpus_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size, entries = vocabulary_size(tokenizer), corpus_tokenizer.get_vocab()
+    extra = vocabulary_size(corpus_tokenizer) - size
+    if extra < 0 or (extra and not extended):
+        reason = f"the corpus's vocabulary has {size + extra} entries, the checkpoint's {size}"
+    elif different := [entry for entry, token_id in tokenizer.get_vocab().items() if entries.get(entry) != token_id]:
+        first = min(different, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
-    elif _preprocessing(prepared_with) != _preprocessing(tokenizer):
+    elif _preprocessing(corpus_tokenizer) != _preprocessing(tokenizer):
         reason = "the corpus's tokenizer normalizes text differently, such as case or accents"
     else:
         return
@@ -333,7 +336,7 @@ def check_same_tokenizer(
 
 
 def _preprocessing(tokenizer: Tokenizer) -> list[Any]:
-    """Return the normalizer (None if it only joins lines, a setting of the corpus), pre-tokenizer and added tokens."""
+    """Return the normalizer (None if it only joins lines), the pre-tokenizer, and added tokens that are not special."""
     spec = json.loads(tokenizer.to_str())
     normalizer = None if spec["normalizer"] == LINE_JOINER else spec["normalizer"]
     added = [token for token in spec["added_tokens"] if not token["special"]]

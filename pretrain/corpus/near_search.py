@@ -16,14 +16,14 @@ from pretrain.corpus.filters.near_duplicates import (
 from pretrain.corpus.parallel import Pool
 from pretrain.corpus.stage_bar import StageBar
 
-_RESULT = "near_duplicates.hashes"  # file in the work folder
+_RESULT = "near_duplicates.hashes"  # file in the work folder with the hashes of the documents to drop
 _KEY_BYTES = 8  # size of a document's key in one band, for the progress bar
 
 
 def find_near_duplicates(
     pool: Pool, work_dir: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
 ) -> None:
-    """Compare the sketches in `work_dir`, unless this is disabled or done. `precedence` decides what is kept."""
+    """Compare the sketches in `work_dir`, unless this is disabled or done. `precedence` decides which ones are kept."""
     result = work_dir / _RESULT
     if not settings.enabled or result.exists():
         return

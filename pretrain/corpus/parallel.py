@@ -36,7 +36,7 @@ class Pool:
         self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
-        self._arguments = settings, tokenizer
+        self._initargs = settings, tokenizer
         self._address = address
         # On a cluster, all calls are pending at once; their arguments contain no text (`sources.cut`).
         self._max_pending = sys.maxsize if address else 3 * processes
@@ -49,17 +49,17 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._arguments[0].work_dir) / "ray.log",
+                log=Path(self._initargs[0].work_dir) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
-                initargs=self._arguments,
+                initargs=self._initargs,
             )
         elif self._processes == 1:
-            stages.start_process(*self._arguments, child=False)
+            stages.start_process(*self._initargs, child=False)
         else:
             self._earlier_pids = _child_pids()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._initargs)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # start the processes now, before there are other threads
         return self
@@ -138,8 +138,8 @@ class _Spawn(SpawnContext):
 def start_method() -> str:
     """Return "fork" if it is safe, else "spawn"; a forked process needs no imports, and so starts 0.3 s faster.
 
-    A forked process only has the calling thread, and locks of other threads remain locked. numpy's OpenBLAS, Arrow and
-    `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa or macOS's system libraries do not.
+    A forked process only has the calling thread, and locks held by other threads are never released. OpenBLAS, Arrow
+    and `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa and macOS's libraries do not.
     """
     is_single_threaded = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
     return "fork" if is_single_threaded and sys.platform == "linux" else "spawn"
@@ -182,9 +182,9 @@ def _is_ready(result: Any) -> bool:
     return result.done() if isinstance(result, Future) else True
 
 
-def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_data(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments without the text that chunks may contain, to bound the memory."""
-    return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)
+    return tuple(replace(each, data=None) if isinstance(each, Chunk) else each for each in arguments)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ Byte-level BPE encodes each pre-token independently, and `tokenizers` finds pre-
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-A batch is only cut where this expression cuts in any context: before white space; between letters, numbers and other
-characters (marks); before the last of several spaces. An apostrophe stays with the letters after it, and white space
+A batch is only cut where this expression cuts in any context: before whitespace; between letters, numbers and other
+characters (marks); before the last of several spaces. An apostrophe stays with the letters after it, and whitespace
 with the next characters. So the pre-tokens of a document are the pre-tokens of its pieces, and the ids of each distinct
 piece, which the library computes, can be cached (`tokenize.BytePairs`). Character classes also come from the library.
 
-Line breaks are treated as white space, and no space is added.
+Line breaks are treated as whitespace, and no space is added.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tokenizers import pre_tokenizers
 from pretrain.corpus.byte_level import bertrain_splitter
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
-# Classes of bytes; the order matters: white space, separators, and characters of pieces.
+# Classes of bytes; the order matters: whitespace, separators, and characters of pieces.
 _SPACE, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
 LETTER, NUMBER, MARK = range(5, 8)
 _TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # first bytes of UTF-8 characters of 2 to 4 bytes, and other bytes
@@ -33,15 +33,11 @@ _RANGE = 1 << 12  # number of code points that are classified together
 
 @dataclass(frozen=True)
 class DocumentPieces:
-    """D whole documents, cut into P pieces.
+    """D whole documents with S sentences, cut into P pieces."""
 
-    pieces int32 [P], indices in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first piece;
-    documents int64 [D+1], index of each document's first sentence.
-    """
-
-    pieces: np.ndarray
-    sentences: np.ndarray
-    documents: np.ndarray
+    pieces: np.ndarray  # int32 [P], index of each piece in the process's `WordTable`
+    sentences: np.ndarray  # int64 [S+1], index of each sentence's first piece
+    documents: np.ndarray  # int64 [D+1], index of each document's first sentence
 
 
 Bounds = tuple[np.ndarray, np.ndarray]  # byte offsets of the start and end of each piece
@@ -57,21 +53,21 @@ def bertrain_bounds(raw: bytes, text: np.ndarray) -> Bounds:
     byte_classes = _byte_classes(raw.replace(b"\n", b"\t"), text, _bertrain_classes)
     joining = byte_classes == _JOINING
     if joining.any():
-        before = np.maximum.accumulate(np.where(joining, 0, np.arange(len(byte_classes))))
-        byte_classes[joining] = np.where(byte_classes[before[joining]] == LETTER, LETTER, MARK)
+        base = np.maximum.accumulate(np.where(joining, 0, np.arange(len(byte_classes))))  # last byte that does not join
+        byte_classes[joining] = np.where(byte_classes[base[joining]] == LETTER, LETTER, MARK)
     return _bounds(byte_classes, text)
 
 
 def document_pieces(
     texts: Sequence[str], starts: Sequence[np.ndarray], table: WordTable, bounds: Callable[[bytes, np.ndarray], Bounds]
 ) -> DocumentPieces:
-    """Cut whole documents into pieces; line breaks are treated as white space, and no space is added.
+    """Cut whole documents into pieces; line breaks are treated as whitespace, and no space is added.
 
     Args:
         texts: documents that are not empty, without NUL.
         starts: character offsets of the sentences of each document, ascending from 0. The start of a sentence within a
             piece is moved to the next piece.
-        table: table of the distinct pieces, which new pieces are added to.
+        table: table of the distinct pieces, to which new ones are added.
         bounds: function that finds the pieces in documents, which are passed as bytes and as uint8 array, with a NUL
             before and after each document.
     """
@@ -87,8 +83,8 @@ def document_pieces(
         offsets = np.flatnonzero((text & 0xC0) != 0x80)[offsets]
     sentences = np.searchsorted(piece_starts, offsets)
     # Drop sentences without a piece: the next piece belongs to an earlier sentence or to another document.
-    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), sentence_counts))
-    kept = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
+    kept = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), sentence_counts))
+    kept = kept[np.diff(sentences[kept], prepend=-1) > 0]
     documents = np.searchsorted(kept, np.concatenate([[0], np.cumsum(sentence_counts)]))
     return DocumentPieces(pieces, np.append(sentences[kept], len(pieces)), documents)
 

@@ -43,22 +43,22 @@ from pretrain.corpus.description import (
     read_tokenizer_config,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
-from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
+from pretrain.corpus.extension import check_extension, count_sampled_words, extend_vocabulary, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import PreparedCorpus, ReadingCounter
 from pretrain.corpus.formats import kind_warnings
-from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_at_addresses
+from pretrain.corpus.growth import ExistingCorpus, check_repeatable, known_digests
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_TRAINING_BYTES,
     changeable_source_fields,
     check_is_corpus_folder,
     check_same_tokenizer,
+    check_unchanged,
     fingerprint,
     match_sources,
     prefix_settings,
-    refuse_changes,
     settings_affecting_tokens,
     source_name,
     split_by_source,
@@ -79,7 +79,7 @@ def prepare(
     config: PretrainConfig,
     *,
     tokenizer: Tokenizer | None = None,
-    declared: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
     quiet: bool = False,
     bar: StageBar | None = None,
     count_readings: ReadingCounter | None = None,
@@ -89,7 +89,7 @@ def prepare(
     Args:
         tokenizer: tokenizer of the checkpoint that a run starts from; replaces corpus.vocabulary, except for the number
             of words to add.
-        declared: the checkpoint's tokenizer_config.json, which names the special tokens of a released tokenizer.
+        tokenizer_config: the checkpoint's tokenizer_config.json, which names a released tokenizer's special tokens.
         quiet: whether to hide the progress.
         bar: progress bar; by default, a new one.
         count_readings: function that counts how often an epoch of the training text reads a token, for the card.
@@ -105,7 +105,8 @@ def prepare(
     with sync_with_address(config.corpus) as is_stored:
         if config.corpus.sources:
             bar = bar or StageBar(quiet=quiet)
-            return _Preparation(config, bar, tokenizer, declared or {}, count_readings, is_stored=is_stored).run()
+            options = tokenizer, tokenizer_config or {}, count_readings
+            return _Preparation(config, bar, *options, is_stored=is_stored).run()
         if (folder / MANIFEST).exists():
             return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
@@ -119,7 +120,7 @@ class _Preparation:
         config: PretrainConfig,
         bar: StageBar,
         tokenizer: Tokenizer | None,
-        declared: Mapping[str, Any],
+        tokenizer_config: Mapping[str, Any],
         count_readings: ReadingCounter | None,
         *,
         is_stored: bool,
@@ -133,9 +134,10 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._all_sources = tuple(corpus.sources)
-        known = known_at_addresses(self._folder, self._all_sources) if is_stored else {}
+        digests = known_digests(self._folder, self._all_sources) if is_stored else {}
         self._all_inputs = [
-            [] if n in known else sources.find_inputs(s, f"corpus.sources.{n}") for n, s in enumerate(self._all_sources)
+            [] if n in digests else sources.find_inputs(s, f"corpus.sources.{n}")
+            for n, s in enumerate(self._all_sources)
         ]
         # The sources to prepare, by their index in the corpus; if the corpus exists, only new sources.
         self._sources, self._inputs = dict(enumerate(self._all_sources)), dict(enumerate(self._all_inputs))
@@ -146,12 +148,14 @@ class _Preparation:
         if tokenizer is not None and added_words:
             check_extension(tokenizer, added_words)
         check_line_breaks(corpus, tokenizer)
-        self._settings = settings_affecting_tokens(corpus, self._all_inputs, tokenizer, known)
-        self._released = tokenizer is not None and encodes_whole_documents(tokenizer)
-        tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
+        self._settings = settings_affecting_tokens(corpus, self._all_inputs, tokenizer, digests)
+        self._encodes_whole_documents = tokenizer is not None and encodes_whole_documents(tokenizer)
+        tokenizer = self._apply_line_breaks(tokenizer) if tokenizer else None
         self._tokenizer_config, self._unknown_id = {}, -1
-        if tokenizer is not None and self._released:
-            self._tokenizer_config = dict(declared) if self._checkpoint_tokenizer else read_tokenizer_config(corpus)
+        if tokenizer is not None and self._encodes_whole_documents:
+            self._tokenizer_config = dict(
+                tokenizer_config if self._checkpoint_tokenizer else read_tokenizer_config(corpus)
+            )
             ids = special_ids(tokenizer, self._tokenizer_config)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
@@ -163,8 +167,8 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work_dir, ignore_errors=True)
-            if left_out := [problem for inputs in self._all_inputs for item in inputs for problem in item.problems]:
-                self._bar.say(first_faults(left_out))  # the card lacks them, such as the corpus itself inside a source
+            if skipped := [problem for inputs in self._all_inputs for item in inputs for problem in item.problems]:
+                self._bar.say(first_faults(skipped))  # the card lacks them, such as the corpus itself inside a source
         else:
             self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._existing:
@@ -187,7 +191,7 @@ class _Preparation:
         return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
-        """Return whether the corpus is complete and intact. If it is damaged, the same settings prepare it again.
+        """Return whether the corpus is complete and intact. If it is damaged, it is prepared again as before.
 
         Names, weights and licenses of sources may change; the manifest is then updated. If the config has new sources,
         they are selected to be added. Raises `InputError` if the corpus was prepared with other settings.
@@ -205,11 +209,11 @@ class _Preparation:
                 check_repeatable(manifest, indices, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
-        same_tokenizer = None if self._corpus.vocabulary.added_words else self._checkpoint_tokenizer
+        required_tokenizer = None if self._corpus.vocabulary.added_words else self._checkpoint_tokenizer
         manifest = read_manifest(self._folder)
-        if same_tokenizer is not None:
-            check_same_tokenizer(self._folder, same_tokenizer)
-        indices = match_sources(self._folder, manifest, *requested, compare_vocabulary=same_tokenizer is None)
+        if required_tokenizer is not None:
+            check_same_tokenizer(self._folder, required_tokenizer)
+        indices = match_sources(self._folder, manifest, *requested, compare_vocabulary=required_tokenizer is None)
         stored_manifest = read_manifest(self._folder)
         for source, index in zip(self._all_sources, indices, strict=True):
             if index < len(manifest["sources"]):
@@ -229,10 +233,10 @@ class _Preparation:
         if not new:
             return
         self._existing, self._new_settings = ExistingCorpus(self._folder, manifest), {}
-        self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
-        self._released = encodes_whole_documents(tokenizer)
-        self._tokenizer_config = declared_settings(self._folder) if self._released else {}
-        if self._released:
+        self._tokenizer = tokenizer = self._apply_line_breaks(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
+        self._encodes_whole_documents = encodes_whole_documents(tokenizer)
+        self._tokenizer_config = declared_settings(self._folder) if self._encodes_whole_documents else {}
+        if self._encodes_whole_documents:
             self._unknown_id = special_ids(tokenizer, self._tokenizer_config).get("unk", -1)
         settings = split_by_source(self._settings)[1]
         for corpus_index, index in new.items():
@@ -282,7 +286,7 @@ class _Preparation:
         """Add words to the checkpoint's tokenizer, and measure the share of tokens that they save."""
         assert self._tokenizer is not None
         with self._bar.stage("choosing words", 0):
-            counts, sample = sampled_words((self._all_sources[n], inputs) for n, inputs in self._inputs.items())
+            counts, sample = count_sampled_words((self._all_sources[n], inputs) for n, inputs in self._inputs.items())
             extended, words = extend_vocabulary(self._tokenizer, counts, self._corpus.vocabulary.added_words)
             share = saved_share(self._tokenizer, extended, sample)
         self._extension = {"added": len(words), "saved_share": round(share, 6), "first_added": words[:20]}
@@ -298,8 +302,8 @@ class _Preparation:
 
     # ------------------------------------------------------------ settings
 
-    def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Make a tokenizer that bertrain trained treat line breaks as spaces, unless the corpus keeps line breaks."""
+    def _apply_line_breaks(self, tokenizer: Tokenizer) -> Tokenizer:
+        """If bertrain trained the tokenizer and the corpus does not keep line breaks, make it treat them as spaces."""
         return tokenizer if self._corpus.line_breaks == "keep" else with_joined_lines(tokenizer)
 
     def _make_pool(self) -> Pool:
@@ -312,8 +316,8 @@ class _Preparation:
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
-            byte_level=trains_bpe,
-            released=self._released,
+            trains_byte_bpe=trains_bpe,
+            encodes_whole_documents=self._encodes_whole_documents,
             joins_lines=bool(is_bertrain) and self._corpus.line_breaks != "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
@@ -343,10 +347,10 @@ class _Preparation:
             requested["duplicates"] += ", all letters folded"
         if self._corpus.vocabulary.added_words:
             requested["words_added"] = "first"
-        if self._released or self._corpus.vocabulary.kind == "byte_bpe":
+        if self._encodes_whole_documents or self._corpus.vocabulary.kind == "byte_bpe":
             requested["texts"] = "whole"
         if existing:
-            requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.identity}
+            requested = split_by_source(requested)[0] | self._new_settings | {"grows": existing.fingerprints}
         saved = _read_json(file)
         if saved is not None and existing and saved.get("grows") != requested["grows"]:
             # The files are left from preparing the existing corpus, or from adding other sources.
@@ -358,7 +362,7 @@ class _Preparation:
                 existing.save_old_card(self._work_dir)
             write_json(file, requested)
         else:
-            refuse_changes(self._work_dir if existing else self._folder, saved, requested)
+            check_unchanged(self._work_dir if existing else self._folder, saved, requested)
 
     def _remove_leftovers(self) -> None:
         """Delete the incomplete files of killed processes."""
@@ -404,10 +408,10 @@ class _Preparation:
 
     def _start_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
         """Start hashing the input files in the background; return (position in `_inputs`, input, future result)."""
-        known = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
+        known_hashes = _read_json(self._work_dir / "hashes.json") or [{} for _ in self._inputs]
         return [
             (index, item, pool.submit(stages.hash_files, (item.paths,)))
-            for index, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
+            for index, (inputs, hashes) in enumerate(zip(self._inputs.values(), known_hashes, strict=True))
             for item in inputs
             if not item.is_on_hub and not hashes.keys() >= set(item.paths)
         ]
@@ -445,7 +449,7 @@ class _Preparation:
                 drop_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = self._without_line_ends(train(counts, settings))
+            tokenizer = self._apply_line_breaks(train(counts, settings))
         save_tokenizer(self._work_dir, tokenizer)
         return tokenizer
 
@@ -470,17 +474,13 @@ class _Preparation:
             for index, words_part in enumerate(summary.parts):
                 summary.parts[index] = words_part.replace(".words", ".tokens")
                 calls.append((summary.parts[index], words_part))
-
-        def size(part: str) -> int:
-            path = self._work_dir / part
-            return path.stat().st_size if path.exists() else 0
-
-        sizes = [size(words_part) for _, words_part in calls]
+        paths = [self._work_dir / words_part for _, words_part in calls]
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         with self._bar.stage("tokenizing", sum(sizes)) as advance:
             results = pool.run(stages.tokenize_part, calls, lambda part, _: (self._work_dir / part).exists() or None)
-            for amount, ((_, words_part), _done) in zip(sizes, results, strict=True):
-                (self._work_dir / words_part).unlink(missing_ok=True)
-                advance(amount)
+            for path, size, _ in zip(paths, sizes, results, strict=True):
+                path.unlink(missing_ok=True)
+                advance(size)
 
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
         calls = ((shard.name, shard.document_range, shard.totals, str(self._folder)) for shard in plan)

@@ -30,7 +30,7 @@ class RecordReader(SourceReader):
         path = Path(item.paths[0])
         if self.is_stream(item):
             return inputs.data_spans(item, self._record_batches(path), b"")
-        return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
+        return _byte_ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
     def records(self, chunk: Chunk, problems: Problems) -> bytes:
         """Return the complete records of a chunk, concatenated."""
@@ -41,7 +41,7 @@ class RecordReader(SourceReader):
 
     def _record_batches(self, path: Path) -> Iterator[tuple[bytes, int]]:
         """Yield (complete records of about CHUNK_BYTES, bytes of the file read so far)."""
-        buffer, searched = bytearray(), 0
+        buffer, searched = bytearray(), 0  # searched: number of bytes of `buffer` without the start of another record
         is_last = False
         with path.open("rb") as raw:
             stream = TextStream(path, raw)
@@ -50,10 +50,10 @@ class RecordReader(SourceReader):
                 buffer += read
                 is_last = not read
                 if len(buffer) >= searched + inputs.CHUNK_BYTES and not is_last:
-                    last = self.last_record(buffer)
-                    if last > 0:
-                        yield bytes(buffer[:last]), raw.tell()
-                        del buffer[:last]
+                    end = self.last_record_start(buffer)
+                    if end > 0:
+                        yield bytes(buffer[:end]), raw.tell()
+                        del buffer[:end]
                     searched = len(buffer)
                 if searched > MAX_RECORD_BYTES:
                     raise self._no_record_error(path)
@@ -71,17 +71,17 @@ class RecordReader(SourceReader):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if compression(path) == ".bz2":
                 return bzip2.read_records(text, chunk, self.record_start, problems)
-            start, end = self.next_record(text, chunk.start), self.next_record(text, chunk.end)
+            start, end = self.next_record_start(text, chunk.start), self.next_record_start(text, chunk.end)
             if end - start > MAX_RECORD_BYTES:
                 raise self._no_record_error(path)
             return text[start:end]
 
-    def last_record(self, text: bytearray) -> int:
+    def last_record_start(self, text: bytearray) -> int:
         """Return the offset of the last record in `text`; 0 if it is the first one."""
         offset = text.rfind(self.record_start, 1)
         return offset + self.previous_bytes if offset > 0 else 0
 
-    def next_record(self, text: mmap.mmap, position: int) -> int:
+    def next_record_start(self, text: mmap.mmap, position: int) -> int:
         """Return the offset of the first record at or after `position`; the length of the file if there is none."""
         if position == 0:
             return 0
@@ -95,7 +95,7 @@ class RecordReader(SourceReader):
         )
 
 
-def _ranges(item: Input, size: int) -> Iterator[Span]:
+def _byte_ranges(item: Input, size: int) -> Iterator[Span]:
     for start in range(0, max(item.bytes, 1), size):
         end = min(start + size, item.bytes)
         yield Span(start=start, end=end, bytes=end - start)

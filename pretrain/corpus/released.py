@@ -17,7 +17,7 @@ from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_COMPONENTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
-MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
+MAX_WORD_CHARACTERS = 100  # longer words are [UNK], as in google-research/bert (tokenization.py, WordpieceTokenizer)
 _TEST_TEXT = "a\n    b\n\tc\n\n\nd  e\r\n"  # text with line breaks, indentation and runs of spaces, as in code
 
 
@@ -78,7 +78,7 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
     return tokenizer
 
 
-# Stems (`class_stem`, in lower case) of Python-only tokenizer classes: they split or convert text before encoding it.
+# Stems (`class_stem`, in lower case) of Python-only tokenizer classes, which split or convert text before encoding it.
 _PYTHON_CLASSES = (
     *("bartpho", "bertgeneration", "bertjapanese", "berttokenizerlegacy", "bertweet", "biogpt", "blenderbotsmall"),
     *("byt5", "canine", "clvp", "cpm", "cpmant", "ctrl", "dia", "esm", "fastspeech2conformer", "flaubert", "fsmt"),

@@ -27,7 +27,7 @@ _TOKENS_PER_CHARACTER = 1 << 9  # number of tokens in a shard per character in i
 _SUFFIX = ".sample"
 _MAX_SHOWN = 6  # maximum tokens in a message
 
-Sampled = tuple[str, list[int]]  # string and stored tokens of a document
+SampledDocument = tuple[str, list[int]]  # string and stored tokens of a document
 
 
 def choose(texts: Sequence[str]) -> list[int]:
@@ -39,7 +39,7 @@ def choose(texts: Sequence[str]) -> list[int]:
 
 def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> None:
     """Save the `sample`, (hash, string) of documents, next to the part file at `path`, except repeated documents."""
-    rows = [[*digest.tolist(), text] for digest, text in sample if len(_find(part, digest)) == 1]
+    rows = [[*digest.tolist(), text] for digest, text in sample if len(_indices_of(part, digest)) == 1]
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
@@ -48,7 +48,7 @@ def load(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     sampled = [(text, np.array(digest, np.uint64)) for *digest, text in rows]
-    return [(text, digest) for text, digest in sampled if len(_find(part, digest))]
+    return [(text, digest) for text, digest in sampled if len(_indices_of(part, digest))]
 
 
 def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
@@ -57,36 +57,36 @@ def limit_sample(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[
     selected: list[tuple[str, int]] = []
     for text, digest in sampled:
         if not selected or len(text) <= budget:
-            selected.append((text, int(_find(part, digest)[0])))
+            selected.append((text, int(_indices_of(part, digest)[0])))
             budget -= len(text)
     return selected
 
 
-def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) -> list[Sampled]:
+def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) -> list[SampledDocument]:
     """Return (string, tokens in the files of the shard) of sampled documents."""
     tokens, documents = (map_array(folder / f"{shard}.{array}.npy") for array in ("tokens", "documents"))
     bounds = documents[:, 1].astype(np.int64)
     return [(text, tokens[bounds[index] : bounds[index + 1]].tolist()) for text, index in sampled]
 
 
-def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> None:
+def check_tokens(tokenizer: Tokenizer, sampled: Iterable[tuple[str, SampledDocument]]) -> None:
     """Raise `InputError`, prefixed with the document's origin, if `tokenizer` gives other tokens than are stored."""
     library_tokenizer = without_special_tokens(tokenizer)
-    for where, (text, stored) in sampled:
+    for origin, (text, stored) in sampled:
         encoding = library_tokenizer.encode(text, add_special_tokens=False)
         ids = encoding.ids
         if ids != stored:
-            first = [token_id == stored_id for token_id, stored_id in itertools.zip_longest(ids, stored)].index(False)
-            start = encoding.offsets[first][0] if first < len(ids) else len(text)
-            shown = [list(map(tokenizer.id_to_token, tokens[first : first + _MAX_SHOWN])) for tokens in (stored, ids)]
+            index = [token_id == stored_id for token_id, stored_id in itertools.zip_longest(ids, stored)].index(False)
+            start = encoding.offsets[index][0] if index < len(ids) else len(text)
+            shown = [list(map(tokenizer.id_to_token, tokens[index : index + _MAX_SHOWN])) for tokens in (stored, ids)]
             raise InputError(
-                f"{where}: the corpus and its tokenizer.json give a document different tokens, at "
+                f"{origin}: the corpus and its tokenizer.json give a document different tokens, at "
                 f"{text[max(0, start - 20) : start + 40]!r}: {shown[0]} and {shown[1]}. Prepare it into "
                 "another corpus.dir; if that does not help, choose another vocabulary, and report this line with the "
                 "tokenizer."
             )
 
 
-def _find(part: Part, digest: np.ndarray) -> np.ndarray:
+def _indices_of(part: Part, digest: np.ndarray) -> np.ndarray:
     """Return the indices of the documents with the hash `digest`, uint64 [2]."""
     return np.flatnonzero((part.documents["hash"] == digest).all(1))

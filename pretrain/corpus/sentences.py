@@ -41,7 +41,7 @@ def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def split_sentences(document: str, language: str) -> list[str]:
-    """Split a document into sentences, whose concatenation is the document, except for white space.
+    """Split a document into sentences, whose concatenation is the document, except for whitespace.
 
     `language` is an ISO 639-1 code that selects abbreviations ("Dr.", "z.B."); unknown codes use general rules. Each
     line is a paragraph. sentencex never splits inside quotation marks, which can give sentences of several hundred
@@ -66,10 +66,10 @@ def sentence_starts(document: str, language: str) -> list[int]:
 
 
 def locate_sentences(sentences: Sequence[str], text: str) -> list[int]:
-    """Return the character offsets of sentences in a document, ascending from 0; [] if it is only white space.
+    """Return the character offsets of sentences in a document, ascending from 0; [] if it is only whitespace.
 
-    White space between two sentences belongs to the second one, leading and trailing white space of the document to the
-    first and the last. Where sentences have line breaks, the document may have other white space.
+    Whitespace between two sentences belongs to the second one, leading and trailing whitespace of the document to the
+    first and the last. Where sentences have line breaks, the document may have other whitespace.
     """
     starts, end = [], 0
     for sentence in sentences:
@@ -91,7 +91,7 @@ def locate_sentences(sentences: Sequence[str], text: str) -> list[int]:
 
 
 def line_starts(document: str) -> list[int]:
-    """Return the same as `sentence_starts` for a document in which each line is a sentence."""
+    """Return the same offsets as `sentence_starts` for a document in which each line is a sentence."""
     starts, offset = [], 0
     for line in document.split("\n"):
         if line.strip():
@@ -107,7 +107,7 @@ def _segment(language: str, text: str) -> list[str]:
 
 
 def _split_again(sentence: str, language: str, replacements: Mapping[str, str]) -> list[str]:
-    """Split `sentence` where sentencex splits the result of `replacements`, which keep the length.
+    """Split `sentence` where sentencex splits it after `replacements`, which do not change its length.
 
     Opening quotation marks stay with the quotation.
     """

@@ -36,7 +36,7 @@ FOLDED = "folded"  # key of the manifest: document hashes ignore case and accent
 _BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and number of sampled blocks, in `some_tokens`
 _VERIFIED = ".proven.json"  # file that records which files of the folder were verified
 _ARRAYS = ("tokens", "sentences", "documents")
-BLOCKS = "blocks"
+BLOCKS = "blocks"  # part of the file name of a block table
 COUNTS = ".samples"  # subfolder with the number of samples per block, by source and settings of the sampler
 # A mapping needs no file descriptor, but before Python 3.13 mmap always keeps one.
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -106,8 +106,6 @@ class TokenShards:
 
     def weights(self, overrides: Mapping[str, float], where: str) -> list[float]:
         """Return the weight of each source: from `overrides`, which has weights by name, or else from the corpus.
-
-        Replayed sources have no names.
 
         Raises `InputError`, prefixed with `where`, if a name is unknown or all weights are 0.
         """
@@ -278,14 +276,14 @@ class ShardWriter:
         self, folder: Path, name: str, *, tokens: int, sentences: int, documents: int, dtype: np.dtype
     ) -> None:
         self._folder, self._name, self._dtype = Path(folder), name, dtype
-        self._expected = (tokens, sentences, documents)
-        self._written = [0, 0, 0]
+        self._totals = (tokens, sentences, documents)
+        self._counts = [0, 0, 0]
         self._stack = contextlib.ExitStack()
         self._files: dict[str, _HashedFile] = {}
         self.hashes: dict[str, str] = {}
 
     def __enter__(self) -> ShardWriter:
-        tokens, sentences, documents = self._expected
+        tokens, sentences, documents = self._totals
         shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
             "tokens": (self._dtype, (tokens,)),
             "sentences": (np.dtype("<u8"), (sentences + 1,)),
@@ -304,7 +302,7 @@ class ShardWriter:
 
     def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
         """Append documents: tokens, number of tokens per sentence, number of sentences per document."""
-        tokens_before, sentences_before, _ = self._written
+        tokens_before, sentences_before, _ = self._counts
         sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
         document_ends = np.cumsum(document_sentences, dtype=np.uint64)
         token_ends = np.concatenate([np.zeros(1, np.uint64), sentence_ends])[document_ends]
@@ -314,13 +312,13 @@ class ShardWriter:
             np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
         )
         for index, array in enumerate((tokens, sentence_tokens, document_sentences)):
-            self._written[index] += len(array)
+            self._counts[index] += len(array)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is None and tuple(self._written) != self._expected:
-            error = ValueError(f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}")
+        if error is None and tuple(self._counts) != self._totals:
+            error = ValueError(f"{self._name}: {self._counts} tokens, sentences, documents, not {self._totals}")
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)

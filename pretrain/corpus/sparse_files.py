@@ -11,7 +11,7 @@ import numpy as np
 
 from pretrain.common.errors import MachineError
 
-_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
+_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01  # flags of fallocate(2)
 
 
 def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

@@ -23,16 +23,16 @@ _NAMES = {
 _ALTERNATIVE_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # role -> alternative key in tokenizer_config.json
 
 
-def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
+def special_ids(tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
     If the tokenizer adds one token before a string and one after it, these are cls and sep. In all other cases, the
-    token of a role is the one that `declared`, the content of tokenizer_config.json, names or, failing that, the first
-    of the role's known names that is in the vocabulary.
+    token of a role is the one that `tokenizer_config` (tokenizer_config.json) names or, failing that, the first of the
+    role's known names that is in the vocabulary.
     """
     ids = _surrounding_ids(tokenizer)
     for role in ROLES:
-        names = (*_declared_names(role, declared or {}), *_NAMES[role])
+        names = (*_declared_names(role, tokenizer_config or {}), *_NAMES[role])
         named_ids = [token_id for name in names if (token_id := tokenizer.token_to_id(name)) is not None]
         if role not in ids and named_ids:
             ids[role] = named_ids[0]
@@ -80,9 +80,9 @@ def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {"cls": ids[0], "sep": ids[-1]} if plain == ids[1:-1] and len(ids) == len(plain) + 2 else {}
 
 
-def _declared_names(role: str, declared: Mapping[str, Any]) -> list[str]:
+def _declared_names(role: str, tokenizer_config: Mapping[str, Any]) -> list[str]:
     """Return the names of a role's token in tokenizer_config.json, where a token may be a string or an object."""
     keys = (f"{role}_token", *([_ALTERNATIVE_KEYS[role]] if role in _ALTERNATIVE_KEYS else []))
-    tokens = (declared.get(key) for key in keys)
+    tokens = (tokenizer_config.get(key) for key in keys)
     names = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return [name for name in names if isinstance(name, str)]

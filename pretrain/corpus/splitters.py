@@ -67,13 +67,13 @@ class Gpt2Splitter:
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         """Cut documents into pieces; arguments as in `document_pieces`."""
-        spaced, shifted = [], []
+        spaced_texts, shifted_starts = [], []
         for text, offsets in zip(texts, starts, strict=True):
             # Add a space as in pre_tokenizers/byte_level.rs of `tokenizers`.
             lacks_space = self._adds_space and not text.startswith(" ")
-            spaced.append(" " + text if lacks_space else text)
-            shifted.append(np.asarray(offsets) + lacks_space * (np.arange(len(offsets)) > 0))
-        return document_pieces(spaced, shifted, table, self._bounds)
+            spaced_texts.append(" " + text if lacks_space else text)
+            shifted_starts.append(np.asarray(offsets) + lacks_space * (np.arange(len(offsets)) > 0))
+        return document_pieces(spaced_texts, shifted_starts, table, self._bounds)
 
     def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
         """Return whether each piece has the same tokens in a document as alone, bool [P]."""
@@ -179,13 +179,13 @@ def _splits_at_spaces(spec: dict[str, Any]) -> bool:
     if not all(map(_normalizes_words_separately, steps)):
         return False
     pre_tokenizer = spec["pre_tokenizer"] or {}
-    *first, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    *earlier_steps, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     return (
         last.get("type") == "Metaspace"
         and last["replacement"] == _SPACE_MARK
         and last["prepend_scheme"] == "always"
         and last["split"]
-        and all(step["type"] == "WhitespaceSplit" for step in first)
+        and all(step["type"] == "WhitespaceSplit" for step in earlier_steps)
     )
 
 

@@ -23,7 +23,7 @@ from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus import samples
-from pretrain.corpus.byte_level import without_line_ends
+from pretrain.corpus.byte_level import join_lines
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
@@ -37,7 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.splitters import Gpt2Splitter
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, WordPieces, WordTable, WordTokens, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measure
+from pretrain.corpus.whole_documents import DocumentEncoder, document_records
 from pretrain.storage.folders import file_entries, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
@@ -56,8 +56,8 @@ class PreparationSettings:
     language: str
     min_document_words: int
     vocabulary_given: bool
-    byte_level: bool = False  # whether a byte-level BPE is trained
-    released: bool = False  # whether the vocabulary is given and encodes whole documents
+    trains_byte_bpe: bool = False  # whether a byte-level BPE is trained
+    encodes_whole_documents: bool = False  # whether the given vocabulary encodes whole documents, not single words
     fold: Fold = Fold.NOTHING  # differences that are ignored when documents are compared
     joins_lines: bool = False  # whether line breaks in whole documents become spaces
     unknown_id: int = -1  # id of the unknown token in the given vocabulary
@@ -87,7 +87,7 @@ class _ProcessState:
 
     def load_tokenizer(self) -> None:
         """Load the tokenizer; later calls do nothing."""
-        if self.settings.released:
+        if self.settings.encodes_whole_documents:
             self.document_encoder()
         else:
             self.word_tokens()
@@ -95,20 +95,20 @@ class _ProcessState:
     def word_tokens(self) -> WordTokens:
         """Return the tokens of the words in `table`."""
         if self._word_tokens is None:
-            tokenizer = self._load()
+            tokenizer = self._read_tokenizer()
             self.unknown_id = special_ids(tokenizer)["unk"]
-            tokens_class = BytePairs if self.settings.byte_level else WordPieces
+            tokens_class = BytePairs if self.settings.trains_byte_bpe else WordPieces
             self._word_tokens = tokens_class(tokenizer, self.table)
         return self._word_tokens
 
     def document_encoder(self) -> DocumentEncoder:
-        """Return the encoder of whole documents, for a released tokenizer."""
+        """Return the encoder of whole documents."""
         if self._document_encoder is None:
             self.unknown_id = self.settings.unknown_id
-            self._document_encoder = DocumentEncoder(self._load(), self.table)
+            self._document_encoder = DocumentEncoder(self._read_tokenizer(), self.table)
         return self._document_encoder
 
-    def _load(self) -> Tokenizer:
+    def _read_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.work_dir / TOKENIZER))
         self.dtype = token_dtype(vocabulary_size(self._tokenizer))
@@ -215,7 +215,7 @@ def _state() -> _ProcessState:
 
 
 def read(chunk: Chunk) -> list[dict[str, Any]]:
-    """Prepare a chunk, or all unprepared chunks of a stream; return their summaries, fields of `ChunkSummary`."""
+    """Prepare a chunk, or all unprepared chunks of a stream; return dicts with the fields of their `ChunkSummary`."""
     _check_visible(chunk.paths)
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
@@ -283,9 +283,9 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
     """Count the words of the documents that the packed bits `keep` select; return distinct words and their counts."""
     chosen = _load_documents(part, keep)
-    counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
+    counts = np.bincount(chosen.items, minlength=len(chosen.distinct_words))
     used = np.flatnonzero(counts)
-    return [chosen.distinct[n] for n in used], counts[used]
+    return [chosen.distinct_words[n] for n in used], counts[used]
 
 
 def tokenize_part(part: str, words_part: str) -> None:
@@ -295,7 +295,7 @@ def tokenize_part(part: str, words_part: str) -> None:
         return  # a cluster may repeat a call after its input was deleted
     state.limit_table()
     words = Part.load(state.work_dir / words_part)
-    indices = state.table.intern_words(words.distinct)[words.items]
+    indices = state.table.intern_words(words.distinct_words)[words.items]
     _tokenize(indices, words, state)[0].save(state.work_dir / part)
 
 
@@ -347,7 +347,7 @@ def _load_range(document_range: DocumentRange) -> tuple[Part, list[tuple[str, np
     sampled: list[tuple[str, np.ndarray]] = []
     for part_index, (name, indices) in enumerate(document_range.documents(work_dir)):
         if len(indices):
-            parts.append(Part.load_some(work_dir / name, indices))
+            parts.append(Part.load_selected(work_dir / name, indices))
             sampled += samples.load(work_dir / name, parts[-1]) if part_index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
@@ -393,7 +393,7 @@ def _convert(
 ) -> tuple[Part, list[str]]:
     """Drop short documents; return the others as a part, tokenized if there is a vocabulary, and as strings."""
     settings = state.settings
-    if settings.released or settings.byte_level:
+    if settings.encodes_whole_documents or settings.trains_byte_bpe:
         return _convert_whole(texts, sketches, state, splitter)
     lines = ["\n".join(splitter.split(text)) for text in texts]
     cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
@@ -405,10 +405,10 @@ def _convert(
 def _select(part: Part, texts: list[str], keep: np.ndarray, state: _ProcessState) -> tuple[Part, list[str]]:
     """Select the documents where `keep` is true; if there is a vocabulary, tokenize them and drop empty documents."""
     part, texts = part.select(keep), [texts[index] for index in np.flatnonzero(keep)]
-    if not state.settings.vocabulary_given or state.settings.released:
+    if not state.settings.vocabulary_given or state.settings.encodes_whole_documents:
         return part, texts
-    tokenized, filled = _tokenize(part.items, part, state)
-    return tokenized, [texts[index] for index in np.flatnonzero(filled)]
+    tokenized, is_kept = _tokenize(part.items, part, state)
+    return tokenized, [texts[index] for index in np.flatnonzero(is_kept)]
 
 
 def _convert_whole(
@@ -416,35 +416,35 @@ def _convert_whole(
 ) -> tuple[Part, list[str]]:
     """Drop short documents; return the others as a part, encoded whole if there is a vocabulary, and as strings."""
     settings = state.settings
-    table = measure(texts, fold=settings.fold)
+    records = document_records(texts, fold=settings.fold)
     if settings.joins_lines:
-        joined = list(map(without_line_ends, texts))
+        joined = list(map(join_lines, texts))
         pairs = zip(texts, joined, strict=True)
         starts = [locate_sentences(splitter.split(text), joined_text) for text, joined_text in pairs]
     else:
         joined, starts = texts, list(map(splitter.starts, texts))
-    long_enough = table["words"] >= settings.min_document_words
+    long_enough = records["words"] >= settings.min_document_words
     kept = [index for index, sentences in enumerate(starts) if sentences and long_enough[index]]
     texts, joined = [texts[index] for index in kept], [joined[index] for index in kept]
     starts = [starts[index] for index in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
-    if settings.released:
-        part = state.document_encoder().encode(joined, starts, table[kept], state.dtype)
+    if settings.encodes_whole_documents:
+        part = state.document_encoder().encode(joined, starts, records[kept], state.dtype)
     else:
-        part = _part_of_pieces(joined, starts, table[kept], state.table)
+        part = _part_of_pieces(joined, starts, records[kept], state.table)
     # Documents that consist of control characters have no tokens.
     return _select(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
-def _part_of_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, words: WordTable) -> Part:
+def _part_of_pieces(texts: list[str], starts: list[list[int]], records: np.ndarray, table: WordTable) -> Part:
     """Cut documents, each after a space, into pieces whose counts a byte-level vocabulary is trained on."""
     if not texts:
-        return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Splitter.for_bertrain(None).cut(texts, starts, words)
-    table = table.copy()
-    table["sentences"] = np.diff(cut.documents)
-    table["items"] = np.diff(cut.sentences[cut.documents])
-    return Part(cut.pieces, np.diff(cut.sentences).astype(np.uint32), table, [])
+        return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), records, [])
+    cut = Gpt2Splitter.for_bertrain(None).cut(texts, starts, table)
+    records = records.copy()
+    records["sentences"] = np.diff(cut.documents)
+    records["items"] = np.diff(cut.sentences[cut.documents])
+    return Part(cut.pieces, np.diff(cut.sentences).astype(np.uint32), records, [])
 
 
 def _join_batches(batches: list[Part], state: _ProcessState) -> Part:
@@ -461,12 +461,12 @@ def _join_batches(batches: list[Part], state: _ProcessState) -> Part:
 
 def _part_of_words(cut: CutWords) -> Part:
     """Convert cut words to a part whose items are word indices in the process's table."""
-    table = np.zeros(len(cut.hashes), DOCUMENT)
-    table["hash"] = cut.hashes
-    table["sentences"] = np.diff(cut.documents)
-    table["items"] = np.diff(cut.sentences[cut.documents])
-    table["words"], table["bytes"] = cut.document_words, cut.document_bytes
-    return Part(cut.words, np.diff(cut.sentences).astype(np.uint32), table, [])
+    records = np.zeros(len(cut.hashes), DOCUMENT)
+    records["hash"] = cut.hashes
+    records["sentences"] = np.diff(cut.documents)
+    records["items"] = np.diff(cut.sentences[cut.documents])
+    records["words"], records["bytes"] = cut.document_words, cut.document_bytes
+    return Part(cut.words, np.diff(cut.sentences).astype(np.uint32), records, [])
 
 
 def _renumber(part: Part, table: WordTable) -> Part:
@@ -474,7 +474,7 @@ def _renumber(part: Part, table: WordTable) -> Part:
     used = np.zeros(table.size, bool)
     used[part.items] = True
     new_index = (np.cumsum(used) - 1).astype(np.uint32)
-    return replace(part, items=new_index[part.items], distinct=table.words(np.flatnonzero(used)))
+    return replace(part, items=new_index[part.items], distinct_words=table.words(np.flatnonzero(used)))
 
 
 def _tokenize(word_indices: np.ndarray, words: Part, state: _ProcessState) -> tuple[Part, np.ndarray]:
@@ -487,12 +487,12 @@ def _tokenize(word_indices: np.ndarray, words: Part, state: _ProcessState) -> tu
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
     tokens, token_offsets = word_tokens.tokens(word_indices, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)
-    table = words.documents.copy()
-    sentences_before = np.concatenate([[0], np.cumsum(table["sentences"], dtype=np.int64)])
-    filled = np.concatenate([[0], np.cumsum(sentence_tokens > 0)])
-    table["sentences"] = np.diff(filled[sentences_before])
-    table["items"] = np.diff(token_offsets[sentences_before])
-    filled_documents = table["sentences"] > 0
-    sketches = words.sketches.select(filled_documents) if words.sketches else None
-    part = Part(tokens, sentence_tokens[sentence_tokens > 0], table[filled_documents], [], sketches)
-    return part, filled_documents
+    records = words.documents.copy()
+    sentences_before = np.concatenate([[0], np.cumsum(records["sentences"], dtype=np.int64)])
+    kept_before = np.concatenate([[0], np.cumsum(sentence_tokens > 0)])  # kept sentences before each sentence
+    records["sentences"] = np.diff(kept_before[sentences_before])
+    records["items"] = np.diff(token_offsets[sentences_before])
+    is_kept = records["sentences"] > 0
+    sketches = words.sketches.select(is_kept) if words.sketches else None
+    part = Part(tokens, sentence_tokens[sentence_tokens > 0], records[is_kept], [], sketches)
+    return part, is_kept

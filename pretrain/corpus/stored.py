@@ -65,11 +65,11 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     return corpus.folder
 
 
-def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> TokenShards:
+def open_corpus(corpus: CorpusConfig, split: str, *, needs_tokens: bool = True) -> TokenShards:
     """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, like `open_shards`.
 
     Args:
-        tokens: whether tokens will be read; False opens a streamed corpus without its shards.
+        needs_tokens: whether tokens will be read; if False, a streamed corpus is opened without its shards.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -77,7 +77,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     manifest = check_version(check_manifest(content, join(corpus.dir, MANIFEST)), corpus.dir)
     if split != "train":
         return shards_of(corpus.folder, manifest, split)
-    entries = [entry for entry in manifest["shards"] if entry["split"] == split] if tokens else []
+    entries = [entry for entry in manifest["shards"] if entry["split"] == split] if needs_tokens else []
     metadata = shards_of(corpus.folder, {**manifest, "shards": []}, split)
     fingerprints = source_fingerprints(manifest)
     if not entries:
@@ -86,8 +86,9 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _block_tables(corpus, folder / "blocks.npy", entries)
-    stored = [StoredShard(_stored_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
-    cache = BlockCache(corpus.dir, folder, stored, max_bytes=int(corpus.cache))
+    arrays = [_stored_arrays(entry, manifest) for entry in entries]
+    stored_shards = list(map(StoredShard, arrays, tables))
+    cache = BlockCache(corpus.dir, folder, stored_shards, max_bytes=int(corpus.cache))
     shards = [
         Shard(entry["name"], split, entry["source"], *_views(cache, index, entry, manifest), blocks=table, cache=cache)
         for index, (entry, table) in enumerate(zip(entries, tables, strict=True))
@@ -112,9 +113,9 @@ def _stored_arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str,
     """Describe the files of a shard's arrays in the object store."""
     arrays = {}
     for array, (dtype, shape) in array_types(entry, manifest).items():
-        name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
+        name, row_bytes = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
         size = int(manifest["files"][name]["bytes"])
-        arrays[array] = StoredArray(name, size, size - width * shape[0], width)
+        arrays[array] = StoredArray(name, size, size - row_bytes * shape[0], row_bytes)
     return arrays
 
 
@@ -127,7 +128,7 @@ def _views(
 
 
 def fetch_without_tokens(corpus: CorpusConfig, *, refresh: bool = False) -> Path:
-    """Fetch only the tokenizer and the card, unless the corpus is local already; with `refresh`, always."""
+    """Fetch the corpus without tokens, unless it is local already; with `refresh`, fetch it in any case."""
     if is_remote(corpus.dir) and (refresh or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURE_FILES))
     return corpus.folder
@@ -158,16 +159,16 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         check_address(corpus.dir, for_writing=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
-    stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
-    if stored is not None and not _has_all(corpus.folder, stored):
-        _remove_outdated(corpus.folder, stored)
+    stored_manifest = folders.read_stored_manifest(corpus.dir, ObjectStore())
+    if stored_manifest is not None and not _has_all(corpus.folder, stored_manifest):
+        _remove_outdated(corpus.folder, stored_manifest)
         folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
-            file.write(stored)
+            file.write(stored_manifest)
     try:
-        yield stored is not None
-        current = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        if current not in (None, stored) and not _has_all(corpus.folder, current):
+        yield stored_manifest is not None
+        current_manifest = folders.read_stored_manifest(corpus.dir, ObjectStore())
+        if current_manifest not in (None, stored_manifest) and not _has_all(corpus.folder, current_manifest):
             raise MachineError(
                 f"{corpus.dir}: another machine stored a corpus there in the meantime, so this one was not stored. Run "
                 "the command again to add the missing sources to the stored corpus."
@@ -175,15 +176,16 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         restored = folders.store(corpus.folder, corpus.dir, replaceable=CARD_FILES)
         _store_counts(corpus)
         print(f"{corpus.dir}: stored" + (f"; missing files were restored: {', '.join(restored)}" if restored else ""))
-        stored = (corpus.folder / MANIFEST).read_bytes()
+        stored_manifest = (corpus.folder / MANIFEST).read_bytes()
     finally:
-        local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.file_entries(local)):
+        local_manifest = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
+        names = folders.file_entries(local_manifest) if local_manifest == stored_manifest else ()
+        if not all((corpus.folder / name).is_file() for name in names):
             (corpus.folder / MANIFEST).unlink()  # so that training fetches the missing files
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the folder has all files of the corpus with this manifest, possibly with further sources."""
+    """Return whether the folder has all files of the corpus with this manifest; it may have more sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.file_entries(manifest)

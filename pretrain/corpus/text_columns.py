@@ -9,7 +9,7 @@ ROWS_PER_READ = 1000
 
 
 class ColumnReader(SourceReader):
-    """Reader of tables, one document per row. A kind of source implements reading the values of the text column."""
+    """Reader of tables, one document per row. Subclasses implement `values`, which reads the text column."""
 
     def values(self, chunk: Chunk) -> Iterable[Any]:
         """Return the text column of a chunk, in order: str, or bytes that may not be UTF-8."""

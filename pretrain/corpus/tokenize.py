@@ -2,7 +2,7 @@
 
 The tokens of a word do not depend on its context: numpy cuts a batch of documents into words, each word is looked up in
 a hash table that the process keeps, only new words are tokenized, and the ids are gathered. Words are cut where BERT's
-tokenizer always cuts: at ASCII white space and punctuation, and around ideographs. Plain ASCII words are matched in
+tokenizer always cuts: at ASCII whitespace and punctuation, and around ideographs. Plain ASCII words are matched in
 `trie`. All others, with accents, ideographs or control characters, are passed to the `tokenizers` library, so the ids
 equal BertTokenizer's by construction. There is one intended exception: special tokens such as `[MASK]` that are written
 out in a document are ordinary characters here (as with `split_special_tokens=True`).
@@ -58,20 +58,14 @@ _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks 
 
 @dataclass(frozen=True)
 class CutWords:
-    """A batch of D documents with S sentences and W words.
+    """A batch of D documents with S sentences and W words. Sentences have at least one word; documents may be empty."""
 
-    words int32 [W], indices in the process's `WordTable`; sentences int64 [S+1], index of each sentence's first word;
-    documents int64 [D+1], index of each document's first sentence; document_words int64 [D], number of words as in
-    `word_counts`; document_bytes int64 [D]; hashes uint64 [D, 2], 128-bit hashes of the normalized documents.
-    Sentences have at least one word; documents may be empty.
-    """
-
-    words: np.ndarray
-    sentences: np.ndarray
-    documents: np.ndarray
-    document_words: np.ndarray
-    document_bytes: np.ndarray
-    hashes: np.ndarray
+    words: np.ndarray  # int32 [W], index of each word in the process's `WordTable`
+    sentences: np.ndarray  # int64 [S+1], index of each sentence's first word
+    documents: np.ndarray  # int64 [D+1], index of each document's first sentence
+    document_words: np.ndarray  # int64 [D], number of words as in `word_counts`
+    document_bytes: np.ndarray  # int64 [D]
+    hashes: np.ndarray  # uint64 [D, 2], hash of each normalized document
 
 
 def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> CutWords:
@@ -99,31 +93,31 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
 
 
 def _word_bounds(classes: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bounds of words, and the starts of words separated by white space. The last byte must be a NUL."""
+    """Return the bounds of words, and the starts of words separated by whitespace. The last byte must be a NUL."""
     in_word, is_mark = classes >= _WORD, classes == _PUNCTUATION
     starts, ends, is_solid = is_mark.copy(), is_mark.copy(), in_word | is_mark
     starts[0] |= in_word[0]
     starts[1:] |= in_word[1:] & ~in_word[:-1]
     ends[:-1] |= in_word[:-1] & ~in_word[1:]
-    # Each ideograph, of 3 bytes, is a separate word (google-research/bert tokenization.py, _tokenize_chinese_chars).
+    # Each ideograph (3 bytes) is a separate word, as in google-research/bert tokenization.py, _tokenize_chinese_chars.
     leads = np.flatnonzero(classes == _IDEOGRAPH)
     leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams
     starts[leads] = ends[leads + 2] = True
     starts[leads + 3] |= in_word[leads + 3]
-    before = leads[leads > 0] - 1
-    ends[before] |= in_word[before]
+    preceding = leads[leads > 0] - 1
+    ends[preceding] |= in_word[preceding]
     is_spaced_start = is_solid.copy()
     is_spaced_start[1:] &= ~is_solid[:-1]
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(is_spaced_start)
 
 
 def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
-    """Return a hash of each document in NFC, uint64 [count, 2]. It ignores white space and the differences `fold`."""
+    """Return a hash of each document in NFC, uint64 [count, 2]. It ignores whitespace, and differences in `fold`."""
     stripped = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
     if fold and not stripped.isascii():
         stripped = b"".join(_folded_runs(stripped, fold))
     folded = stripped.split(b"\0")[:count]
-    if any(lead in raw for lead in _DECOMPOSED_PREFIXES):
+    if any(prefix in raw for prefix in _DECOMPOSED_PREFIXES):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
@@ -169,8 +163,8 @@ class WordTable:
         indices = np.empty(len(starts), np.int32)
         uint64_at = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
-        key = uint64_at[starts[short]] & _LOW_BYTES[lengths[short]]
-        indices[short] = self._lookup(self._short, [key])
+        short_keys = uint64_at[starts[short]] & _LOW_BYTES[lengths[short]]
+        indices[short] = self._lookup(self._short, [short_keys])
         middle = np.flatnonzero((lengths > 8) & (lengths <= 16))
         if middle.size:
             offsets = starts[middle]
@@ -252,18 +246,18 @@ class WordTokens:
 
     def _extend(self) -> None:
         """Tokenize the words that were added to the table since the last call."""
-        known, size = self._word_count, self._table.size
-        if known == size:
+        old_count, count = self._word_count, self._table.size
+        if old_count == count:
             return
-        counts, tokens = self._encode(np.arange(known, size))
+        counts, tokens = self._encode(np.arange(old_count, count))
         starts = np.cumsum(counts) - counts
-        first_tokens = np.zeros(size - known, np.int32)
+        first_tokens = np.zeros(count - old_count, np.int32)
         first_tokens[counts > 0] = tokens[starts[counts > 0]]
-        self._first_tokens = _append(self._first_tokens, known, first_tokens)
-        self._counts = _append(self._counts, known, counts)
-        self._offsets = _append(self._offsets, known, self._pool_size + starts)
+        self._first_tokens = _append(self._first_tokens, old_count, first_tokens)
+        self._counts = _append(self._counts, old_count, counts)
+        self._offsets = _append(self._offsets, old_count, self._pool_size + starts)
         self._pool = _append(self._pool, self._pool_size, tokens)
-        self._word_count, self._pool_size = size, self._pool_size + len(tokens)
+        self._word_count, self._pool_size = count, self._pool_size + len(tokens)
 
     def _encode(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (number of tokens per word, concatenated tokens) of the words with these indices."""
@@ -285,8 +279,8 @@ class WordPieces(WordTokens):
         already separate words. All others, one in nine, are encoded by the library.
         """
         characters = self._table.padded_words(indices)
-        plain = (characters[:, 0] != 0) & (((characters > 32) & (characters < 127)) | (characters == 0)).all(1)
-        in_trie, others = np.flatnonzero(plain), np.flatnonzero(~plain)
+        is_plain = (characters[:, 0] != 0) & (((characters > 32) & (characters < 127)) | (characters == 0)).all(1)
+        in_trie, others = np.flatnonzero(is_plain), np.flatnonzero(~is_plain)
         trie_words, trie_tokens = self._trie.tokenize(characters[in_trie])
         other_words, other_tokens = self._library.tokens(self._table.words(indices[others]))
         words = np.concatenate([in_trie[trie_words], others[other_words]])

@@ -45,7 +45,7 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
     Truncation and padding are disabled. Raises errors like `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
-    declared = declared_types(folder)
+    declared = read_tokenizer_settings(folder)
     reject_python_tokenizer(folder)
     file = next((file for file in (folder / "tokenizer.json", folder / "vocab.txt") if file.is_file()), folder)
     file = file if path.is_dir() else path
@@ -66,10 +66,10 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
 
 
 def _missing_message(folder: Path) -> str:
-    model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
-    if model is not None:
+    model_file = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if model_file is not None:
         return (
-            f"{folder}: has {model}, which is not read, but no tokenizer.json. Write one with transformers "
+            f"{folder}: has {model_file}, which is not read, but no tokenizer.json. Write one with transformers "
             "(save_pretrained of a fast tokenizer)."
         )
     return (
@@ -87,7 +87,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, supported: tuple[str, ...]) -> None:
-    """Raise `InputError` if the class is not `supported`: it may split text in a way that the files do not describe."""
+    """Raise `InputError` if the class is not `supported`, since it may split text in a way that no file describes."""
     path, name = tokenizer_class_name(folder)
     if name and class_stem(name) not in supported:
         raise InputError(
@@ -104,8 +104,8 @@ CASING = {
 }
 
 
-def declared_types(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json and check types. A null counts as missing, except for strip_accents."""
+def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json and check the types of values. A null counts as missing, except for strip_accents."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
     for name, types in _TYPES.items():
@@ -114,7 +114,7 @@ def declared_types(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in declared.items() if value is not None or name == "strip_accents"}
 
 
-_TYPES = {
+_TYPES = {  # key of tokenizer_config.json -> types of its value
     **dict.fromkeys(CASING, (bool,)),
     "model_max_length": (int, float),
     "added_tokens_decoder": (dict,),
@@ -127,7 +127,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
 
     Existing tokens get the flags in `added_tokens_decoder`, as in transformers.
     """
-    added_file, config, special_map = (
+    added_file, config_file, special_map_file = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
     decoder = declared.get("added_tokens_decoder", {})
@@ -137,12 +137,12 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
     }
     flags: dict[str, dict[str, Any]] = {}
     for value, token in decoder.items():
-        token_ids[_content(token, config)] = _checked_id(value, token, config)
-        flags[_content(token, config)] = token if isinstance(token, dict) else {}
+        token_ids[_content(token, config_file)] = _checked_id(value, token, config_file)
+        flags[_content(token, config_file)] = token if isinstance(token, dict) else {}
     marked = [token for token in decoder.values() if isinstance(token, dict) and token.get("special")]
-    specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
-    if special_map.is_file():
-        specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
+    specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config_file)
+    if special_map_file.is_file():
+        specials |= _contents(read_json(special_map_file).get("additional_special_tokens") or [], special_map_file)
     existing = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token, token_id in sorted(token_ids.items(), key=lambda item: item[1]):
         if token in existing and not flags.get(token):
@@ -160,7 +160,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
         (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
 
 
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # fields of AddedToken
 
 
 def _casing(declared: dict[str, Any]) -> dict[str, Any]:
@@ -184,27 +184,28 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
     entries = read_vocabulary(path, advice="Download it again.")
     vocabulary = entry_ids(path, entries)
     for role in ("unk", "cls", "sep"):
-        config, default = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
-        if (name := _content(declared_settings(path.parent).get(f"{role}_token", default), config)) != default:
+        config_file, default = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
+        if (name := _content(declared_settings(path.parent).get(f"{role}_token", default), config_file)) != default:
             raise InputError(
-                f"{config}: {role}_token is {_shorten(name)}, but BERT's is {default}, and there is no tokenizer.json. "
-                "Write one with transformers (save_pretrained of a fast tokenizer)."
+                f"{config_file}: {role}_token is {_shorten(name)}, but BERT's is {default}, and there is no "
+                "tokenizer.json. Write one with transformers (save_pretrained of a fast tokenizer)."
             )
-    cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
-    casing = {"lowercase": not cased, **casing, **_casing(declared)}
+    is_cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
+    casing = {"lowercase": not is_cased, **casing, **_casing(declared)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
 
 
 def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
-    """Build RoBERTa's tokenizer (transformers, tokenization_roberta.py); `<mask>` includes the space before it."""
+    """Build RoBERTa's tokenizer as in transformers (tokenization_roberta.py). `<mask>` includes the space before it."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again.") from None
-    config = folder / "tokenizer_config.json"
+    config_file = folder / "tokenizer_config.json"
     specials = {
-        name: _content(declared.get(f"{name}_token", default), config) for name, default in _ROBERTA_SPECIALS.items()
+        name: _content(declared.get(f"{name}_token", default), config_file)
+        for name, default in _ROBERTA_SPECIALS.items()
     }
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:

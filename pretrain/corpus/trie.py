@@ -37,26 +37,25 @@ class TokenTrie:
         """
         lengths = np.count_nonzero(characters, axis=1)
         characters = np.pad(characters, ((0, 0), (0, 1)))  # a zero follows the last character, and no edge has it
-        words = np.arange(len(characters))
         # For each unfinished word: its index, node, number of characters read, longest token so far, end of this token.
-        states = np.stack([words, *np.tile([[_START], [0], [-1], [0]], len(words))])
-        matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
+        states = np.stack([np.arange(len(characters)), *np.tile([[_START], [0], [-1], [0]], len(characters))])
+        matched, unknown = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
         while states.size:
-            word, node, read, token, end = states
-            node[:], ended = self._next.find([_edges(node, characters[word, read])])
-            node[ended] = 0
-            read += 1
-            at_token = np.flatnonzero(self._tokens[node] >= 0)
-            token[at_token], end[at_token] = self._tokens[node[at_token]], read[at_token]
-            if not ended.size:
+            words, nodes, positions, tokens, ends = states
+            nodes[:], stuck = self._next.find([_edges(nodes, characters[words, positions])])  # stuck: no such edge
+            nodes[stuck] = 0
+            positions += 1
+            at_token = np.flatnonzero(self._tokens[nodes] >= 0)
+            tokens[at_token], ends[at_token] = self._tokens[nodes[at_token]], positions[at_token]
+            if not stuck.size:
                 continue
-            unmatched = ended[token[ended] < 0]
-            unknown.append(word[unmatched])
-            matched.append(states[[[0], [3]], ended[token[ended] >= 0]])
-            node[ended], read[ended], token[ended] = _CONTINUATION, end[ended], -1
-            is_active = np.ones(len(word), bool)
+            unmatched = stuck[tokens[stuck] < 0]
+            unknown.append(words[unmatched])
+            matched.append(states[[[0], [3]], stuck[tokens[stuck] >= 0]])
+            nodes[stuck], positions[stuck], tokens[stuck] = _CONTINUATION, ends[stuck], -1
+            is_active = np.ones(len(words), bool)
             is_active[unmatched] = False
-            is_active[ended[end[ended] == lengths[word[ended]]]] = False
+            is_active[stuck[ends[stuck] == lengths[words[stuck]]]] = False
             states = states[:, is_active]
         unmatched = np.concatenate(unknown)
         word_indices, tokens = np.concatenate(matched, axis=1)

@@ -21,8 +21,8 @@ _MAX_COUNTED_WORDS = 3_000_000  # maximum distinct words that are counted, in ab
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 _LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for bytes that would separate lines in a vocab.txt
-# The most frequent characters that cover this share of the text become entries; with their "##" forms, they may take up
-# half of all entries (Chinese has thousands).
+# The most frequent characters that cover this share of the text become entries; with their "##" forms, they may make up
+# half of all entries (Chinese has thousands of characters).
 _COVERAGE = 0.9995
 # Rarer characters are added up to a total of 1,000 characters, as in `tokenizers`' BertWordPieceTokenizer, and up to an
 # eighth of the entries. 58 characters cover 99.95 % of English, but 0.13 % of words would be [UNK]; with 1,000, 0.01 %.
@@ -35,7 +35,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def entries_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the entries in the order of their ids, as in a vocab.txt. If no entry has the id 7, it is "[unused7]"."""
+    """Return the entries in the order of their ids, as in a vocab.txt. An unused id such as 7 becomes "[unused7]"."""
     entries = [f"[unused{token_id}]" for token_id in range(vocabulary_size(tokenizer))]
     for entry, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         entries[token_id] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
@@ -138,10 +138,10 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents
             f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has "
             f"{str(normalizer.lowercase).lower()}. Make them agree."
         )
-    declared = lowercase if normalizer.strip_accents is None else normalizer.strip_accents
-    if strip_accents not in (None, declared):
+    in_file = lowercase if normalizer.strip_accents is None else normalizer.strip_accents
+    if strip_accents not in (None, in_file):
         raise InputError(
-            f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(declared).lower()}. "
+            f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(in_file).lower()}. "
             "Make them agree."
         )
     return tokenizer
@@ -236,20 +236,20 @@ def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
 # ---------------------------------------------------------------- writing
 
 
-def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> None:
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
-    In the vocab.txt of a byte-level BPE, each byte is represented by GPT-2's character for it. `declared` is the
-    tokenizer_config.json of a released tokenizer; it is kept, except for the class if the kind is `released`.
+    In the vocab.txt of a byte-level BPE, each byte is represented by GPT-2's character for it. The settings
+    in `tokenizer_config`, of a released tokenizer, are kept, except for the class if the kind is `released`.
     """
     tokens = entries_of(tokenizer)
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
     with atomic_open(folder / "vocab.txt", "w") as file:
         file.write("\n".join([*tokens, ""]))
-    ids = special_ids(tokenizer, declared)
+    ids = special_ids(tokenizer, tokenizer_config)
     names = {f"{role}_token": tokenizer.id_to_token(token_id) for role, token_id in ids.items()}
-    settings = {**_tokenizer_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
+    settings = {**_tokenizer_settings(tokenizer), "model_max_length": 512, **(tokenizer_config or {}), **names}
     if encodes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
         # Other classes of transformers only read the entries, and hard-code normalizer and pre-tokenizer.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -29,7 +29,7 @@ _IS_NON_SPACE = bytes(byte not in b"\0 \t\r\n" for byte in range(256))  # for `b
 _EncodedDocument = tuple[np.ndarray, np.ndarray]  # (token ids; number of tokens of each sentence, uint32 [S])
 
 
-def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
+def document_records(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """Return DOCUMENT records (hash, words, bytes) of documents without NUL; `fold` as in `document_hashes`."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     is_non_space = np.frombuffer(raw.translate(_IS_NON_SPACE), bool)
@@ -60,11 +60,11 @@ class DocumentEncoder:
         Args:
             texts: documents that are not empty, without NUL.
             starts: character offsets of the sentences of each document, ascending from 0.
-            documents: result of `measure`.
+            documents: result of `document_records`.
         """
         chosen = [index for index, text in enumerate(texts) if self.may_encode_by_piece(text)]
-        by_index = self.encode_by_piece(chosen, [texts[n] for n in chosen], [starts[n] for n in chosen], dtype)
-        encoded = [by_index.get(n) or self._encode_whole(texts[n], starts[n], dtype) for n in range(len(texts))]
+        by_piece = self.encode_by_piece(chosen, [texts[n] for n in chosen], [starts[n] for n in chosen], dtype)
+        encoded = [by_piece.get(n) or self._encode_whole(texts[n], starts[n], dtype) for n in range(len(texts))]
         documents = documents.copy()
         documents["sentences"] = [len(sentences) for _, sentences in encoded]
         documents["items"] = [len(tokens) for tokens, _ in encoded]
@@ -129,9 +129,9 @@ def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
         else:
             model["vocab"] = {renamed.get(entry, entry): token_id for entry, token_id in model["vocab"].items()}
             model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
-    changed = Tokenizer.from_str(json.dumps(spec))
-    changed.encode_special_tokens = True
-    return changed
+    copy = Tokenizer.from_str(json.dumps(spec))
+    copy.encode_special_tokens = True
+    return copy
 
 
 def _no_cut_tokens(spec: dict[str, Any]) -> list[str]:

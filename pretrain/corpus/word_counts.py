@@ -2,7 +2,7 @@
 
 In such scripts, words are estimated from letters, by their mean length: two ideographs, syllables or kana, or four
 letters of scripts such as Thai, Lao, Khmer, Burmese and Tibetan, are a word. The count of a document is the maximum of
-its words separated by white space and this estimate.
+its words separated by whitespace and this estimate.
 """
 
 import functools
@@ -33,7 +33,7 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
     """Count the words of each document in `raw`, concatenated documents in UTF-8; int64 [D].
 
     Args:
-        starts: int [W], offsets of the words separated by white space, ascending.
+        starts: int [W], offsets of the words separated by whitespace, ascending.
         ends: int [D], offsets of the ends of documents, ascending.
     """
     words = np.diff(np.searchsorted(starts, ends), prepend=0)
@@ -52,5 +52,5 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
 def count_words(text: str) -> int:
     """Count the words of a document, as `document_words` does."""
     raw = text.encode()
-    spaced = np.arange(len(raw.split()))  # only their number matters
-    return int(document_words(raw, spaced, np.array([len(raw)]))[0])
+    word_starts = np.arange(len(raw.split()))  # only their number matters
+    return int(document_words(raw, word_starts, np.array([len(raw)]))[0])

@@ -174,7 +174,7 @@ def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
     from pretrain.storage.runs import fetched_model
 
     model = fetched_model(config.start_from)
-    return {"tokenizer": start_tokenizer(model), "declared": declared_settings(tokenizer_folder(model))}
+    return {"tokenizer": start_tokenizer(model), "tokenizer_config": declared_settings(tokenizer_folder(model))}
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:

@@ -37,7 +37,7 @@ def check_corpus(config: PretrainConfig) -> None:
     from pretrain.corpus.stored import fetch_corpus, is_streamed, open_corpus
 
     folder = fetch_corpus(config.corpus)
-    shards = open_corpus(config.corpus, "train", tokens=False)
+    shards = open_corpus(config.corpus, "train", needs_tokens=False)
     num_entries = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
     old_weights = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}

@@ -17,7 +17,7 @@ from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.vocabulary import entries_of
-from pretrain.corpus.whole_documents import DocumentEncoder, measure
+from pretrain.corpus.whole_documents import DocumentEncoder, document_records
 
 
 def preparation(
@@ -52,7 +52,7 @@ def document_tokens(shards: TokenShards, source: int | None = None) -> list[tupl
 def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each text as whole documents have them; sentences divide the documents, and none is empty."""
     starts = [sentence_starts(text, "en") for text in texts]
-    part = DocumentEncoder(tokenizer, WordTable()).encode(texts, starts, measure(texts), np.dtype(np.uint16))
+    part = DocumentEncoder(tokenizer, WordTable()).encode(texts, starts, document_records(texts), np.dtype(np.uint16))
     ends = np.cumsum(part.documents["items"])
     sentence_ends = np.append(0, np.cumsum(part.sentence_items))[np.cumsum(part.documents["sentences"])]
     assert sentence_ends.tolist() == ends.tolist()

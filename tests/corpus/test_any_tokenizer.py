@@ -19,7 +19,7 @@ from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import MaskingConfig, PretrainConfig, SourceConfig, VocabularyConfig
-from pretrain.corpus.extension import check_extension, extend_vocabulary, replaced_ids, sampled_words
+from pretrain.corpus.extension import check_extension, count_sampled_words, extend_vocabulary, replaced_ids
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.sources import find_inputs
@@ -170,7 +170,7 @@ def test_a_stop_while_words_are_chosen_is_one_line(tmp_path: Path, monkeypatch: 
     def stopped(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pretrain.corpus.prepare.sampled_words", stopped)
+    monkeypatch.setattr("pretrain.corpus.prepare.count_sampled_words", stopped)
     with pytest.raises(StoppedError, match="Run the same command again"):
         prepare(PretrainConfig.model_validate(values), tokenizer=make_pieces("xlm_roberta"), quiet=True)
 
@@ -180,7 +180,7 @@ def test_words_of_all_files_are_counted_and_held_out_ones_are_not(tmp_path: Path
         (tmp_path / f"{name}.txt").write_text(f"The {name}-word, {name}word.\n\nAnother the.")
     given = [{"kind": "books", "path": f"{tmp_path}/{name}.txt", "held_out": name == "c"} for name in ("a", "b", "c")]
     read = [SourceConfig.model_validate(one) for one in given]
-    counts, texts = sampled_words((one, find_inputs(one, "x")) for one in read)
+    counts, texts = count_sampled_words((one, find_inputs(one, "x")) for one in read)
     assert texts == [f"The {name}-word, {name}word.\nAnother the." for name in "ab"]
     assert counts == {"The": 2, "a": 1, "b": 1, "word": 2, "aword": 1, "bword": 1, "Another": 2, "the": 2}
 
@@ -191,10 +191,10 @@ def test_compressed_text_is_counted_to_its_end(tmp_path: Path, monkeypatch: pyte
             json.dumps({"text": f"many of the same {'words' if n < 990 else 'last'}"}) + "\n" for n in range(999)
         )
     read = SourceConfig.model_validate({"kind": "jsonl", "path": str(tmp_path / "a.jsonl.gz")})
-    assert sampled_words([(read, find_inputs(read, "x"))])[0]["last"] == 9
+    assert count_sampled_words([(read, find_inputs(read, "x"))])[0]["last"] == 9
     # Shards of a hub have no known size: they share what is read.
     monkeypatch.setattr(Reader, "text_bytes", lambda *_: math.inf)
-    assert sampled_words([(read, find_inputs(read, "x"))])[0]["same"] == 999
+    assert count_sampled_words([(read, find_inputs(read, "x"))])[0]["same"] == 999
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import Fold
-from pretrain.corpus.whole_documents import measure
+from pretrain.corpus.whole_documents import document_records
 from tests.corpus.preparing import card, content, document_tokens, preparation
 from tests.corpus.test_filters import LANGUAGES, clauses_of, filtered, prose, words_of, write_lines
 
@@ -190,7 +190,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     write_lines(tmp_path / "texts.jsonl", [*similar, *texts])
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
-    hashes = measure([*texts, *similar], fold=Fold.CASE)["hash"]
+    hashes = document_records([*texts, *similar], fold=Fold.CASE)["hash"]
     one, other = near.Precedence((), 0.3, ()).in_fraction(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40

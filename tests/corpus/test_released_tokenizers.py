@@ -25,7 +25,7 @@ from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import entries_of, save_tokenizer, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measure
+from pretrain.corpus.whole_documents import DocumentEncoder, document_records
 from pretrain.run.preflight import check_corpus
 from tests.corpus.preparing import document_tokens, encoded, preparation
 from tests.run.test_start import write_config
@@ -74,7 +74,7 @@ def test_sentences_start_where_the_one_before_ends() -> None:
     assert parts == [" The dog sat.", " In 1999 it ran.", "\n\nA cat!", "  Here."]
     assert sentence_starts(" \n ", "en") == []
     encoder = DocumentEncoder(make_tokenizer("roberta"), WordTable())
-    part = encoder.encode([text], [starts], measure([text]), np.dtype(np.uint16))
+    part = encoder.encode([text], [starts], document_records([text]), np.dtype(np.uint16))
     tokens = np.split(part.items, np.cumsum(part.sentence_items)[:-1])
     assert [encoder._tokenizer.decode(sentence.tolist()) for sentence in tokens] == parts
     library = encoder._encode_whole(text, starts, np.dtype(np.uint16))

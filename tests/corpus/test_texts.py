@@ -29,7 +29,7 @@ from pretrain.corpus.sentences import line_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.sources import books, find_inputs
 from pretrain.corpus.tokenize import WordTable, cut_words
-from pretrain.corpus.whole_documents import measure
+from pretrain.corpus.whole_documents import document_records
 from pretrain.corpus.word_counts import count_words
 from pretrain.planning.estimate import preparation_lines
 from tests.corpus.preparing import card, preparation
@@ -144,7 +144,7 @@ def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> N
     table, texts = WordTable(), ["two words", text, "one"]
     for counted in (
         cut_words(texts, table, lowercase=True).document_words,
-        measure(texts)["words"],
+        document_records(texts)["words"],
     ):
         assert counted.tolist() == [2, words, 1]
     assert count_words(text) == words

@@ -13,7 +13,7 @@ from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
-_SLOTS_PER_GRAM = 16  # slots per n-gram of `_is_prefix`, a one-hash Bloom filter that avoids most lookups
+_SLOTS_PER_GRAM = 16  # slots per n-gram in `_is_prefix`, a one-hash Bloom filter that avoids most lookups
 _MAX_BITS = 26  # log2 of the maximum number of slots
 
 
@@ -76,16 +76,16 @@ class _Table:
         for length in self.lengths:
             ends = batch.sequence_ends(starts, length)
             valid_starts, ends = starts[ends <= document_ends], ends[ends <= document_ends]
-            index, is_known = _look_up(self.hashes, batch.sequence_hashes(valid_starts, ends))
-            yield valid_starts[is_known], ends[is_known], self._examples[index[is_known]]
+            indices, is_known = _look_up(self.hashes, batch.sequence_hashes(valid_starts, ends))
+            yield valid_starts[is_known], ends[is_known], self._examples[indices[is_known]]
 
 
 def _look_up(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the index of each value in the ascending array `known`, int64 [N], and whether it is there, bool [N]."""
     if not len(known):
         return np.zeros(len(values), np.int64), np.zeros(len(values), bool)
-    index = np.searchsorted(known, values).clip(max=len(known) - 1)
-    return index, known[index] == values
+    indices = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return indices, known[indices] == values
 
 
 def _text_between(batch: DocumentTerms, first: int, last: int) -> str:

@@ -44,9 +44,12 @@ def set_names(config: ContaminationConfig) -> list[str]:
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
     """Write the n-grams of all sets to `path`; return the number of examples, and of ignored ones, in each set.
 
-    The arrays in the file are: hashes uint64 [G], hashes of the n-grams, ascending; texts int64 [G], index of the first
-    example with each n-gram; beginnings uint64, hashes of the first `PREFIX` words of n-grams; lengths int64, distinct
-    lengths of n-grams in quarters of words; first int64 [sets + 1], index of each set's first example.
+    The file has these arrays:
+        hashes      uint64 [G], hashes of the n-grams, ascending
+        texts       int64 [G], index of the first example with each n-gram
+        beginnings  uint64, hashes of the first `PREFIX` words of n-grams
+        lengths     int64, distinct lengths of n-grams in quarters of words
+        first       int64 [sets + 1], index of each set's first example
     """
     empty = np.zeros(0, np.uint64)
     grams, starts, sizes = [_Grams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
@@ -61,22 +64,22 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
         sizes.append({"texts": count - starts[-1], "too_short": too_short})
         starts.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
-    distinct, first_index = np.unique(hashes, return_index=True)
+    distinct, first_indices = np.unique(hashes, return_index=True)
     arrays: dict[str, Any] = {"lengths": np.unique(lengths), "first": np.array(starts), "hashes": distinct}
     with atomic_open(path) as file:
-        np.savez(file, **arrays, texts=examples[first_index], beginnings=np.unique(prefixes))
+        np.savez(file, **arrays, texts=examples[first_indices], beginnings=np.unique(prefixes))
     return sizes
 
 
 class _Grams(NamedTuple):
-    hashes: np.ndarray
+    hashes: np.ndarray  # hashes of the n-grams
     prefixes: np.ndarray  # hashes of the first PREFIX words of each n-gram
     examples: np.ndarray  # index of the example that contains each n-gram
     lengths: np.ndarray  # lengths in quarters of words
 
 
 def _grams(examples: Sequence[str], first_index: int) -> _Grams:
-    """Return the n-grams of examples with indices from `first_index` on. A shorter example is one n-gram."""
+    """Return the n-grams of examples with indices from `first_index` on. A shorter example becomes one n-gram."""
     batch = document_terms(examples)
     starts, counts = batch.document_grams(NGRAM)
     gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)

@@ -55,12 +55,12 @@ class Precedence:
     """Documents that take precedence over training documents.
 
     Attributes:
-        held_out: indices of the sources that are entirely held out.
+        held_out_sources: indices of the sources that are entirely held out.
         fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
         training_hash_files: files with the hashes of known training documents.
     """
 
-    held_out: tuple[int, ...]
+    held_out_sources: tuple[int, ...]
     fraction: float
     training_hash_files: tuple[Path, ...]
 
@@ -71,11 +71,11 @@ class Precedence:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of D documents: keys uint64 [D, BANDS]; minima uint8 [D, BANDS * ROWS] (low bits); excerpts S96 [D]."""
+    """Sketches of D documents."""
 
-    keys: np.ndarray
-    minima: np.ndarray
-    excerpts: np.ndarray
+    keys: np.ndarray  # uint64 [D, BANDS]
+    minima: np.ndarray  # uint8 [D, BANDS * ROWS], lowest 8 bits of the minima
+    excerpts: np.ndarray  # S96 [D], start of each document
 
     def select(self, keep: np.ndarray) -> Sketches:
         """Return the sketches selected by `keep`, a bool mask or integer indices."""
@@ -148,18 +148,18 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 class SketchFiles:
     """The sketches of all documents, in the order of the corpus, read from files in `work_dir` as needed.
 
-    Files named after a source alone are from the corpus to which sources are added. Their documents come first and are
-    called known; `known_count` is their number.
+    Files are named after their source, input, chunk and part; files named after a source alone are from the corpus
+    to which sources are added. Their documents come first and are called known; `known_count` is their number.
     """
 
     def __init__(self, work_dir: Path) -> None:
-        named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
-        self._paths = [path for _, path in named]
+        files = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
+        self._paths = [path for _, path in files]
         # Index of each file's first document, and the number of all documents.
         self.file_starts = np.cumsum([0, *(len(_map_array(path, _HASHES)) for path in self._paths)])
-        self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
-        self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
-        self.known_count = int(self.file_starts[self._known_files])
+        self._sources = np.array([indices[0] for indices, _ in files], np.int64)  # source of each file
+        self._known_file_count = sum(len(indices) == 1 for indices, _ in files)
+        self.known_count = int(self.file_starts[self._known_file_count])
 
     def keys_of_band(self, band: int, partition: int, partition_count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a band that equal `partition` modulo `partition_count`, and the index of their documents.
@@ -168,12 +168,12 @@ class SketchFiles:
         """
         by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
         new_keys = np.zeros(0, np.uint64)
-        for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
+        for file in [*range(self._known_file_count, len(self._paths)), *range(self._known_file_count)]:
             if file == 0:
                 new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
             keys = np.asarray(_map_array(self._paths[file], _KEYS)[band])
             chosen = np.flatnonzero(keys % np.uint64(partition_count) == partition)
-            if file < self._known_files:
+            if file < self._known_file_count:
                 chosen = chosen[np.isin(keys[chosen], new_keys)]
             by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
         keys, documents = zip(*(by_file[file] for file in sorted(by_file)), strict=True)
@@ -185,16 +185,17 @@ class SketchFiles:
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
         """Return the rank of each document (`_KNOWN` to `_TRAINING`), uint8 [D]; `hashes` are the documents' hashes."""
-        held_out = np.isin(self.sources(documents), precedence.held_out)
+        held_out = np.isin(self.sources(documents), precedence.held_out_sources)
         conditions = [documents < np.uint64(self.known_count), held_out, precedence.in_fraction(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
     def rows(self, array_index: int, documents: np.ndarray) -> np.ndarray:
         """Return the rows of an array other than `_KEYS` for ascending document indices."""
         documents = documents.astype(np.int64)
-        file = np.searchsorted(self.file_starts, documents, "right") - 1
+        files = np.searchsorted(self.file_starts, documents, "right") - 1
         chosen = [
-            _map_array(self._paths[i], array_index)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
+            _map_array(self._paths[i], array_index)[documents[files == i] - self.file_starts[i]]
+            for i in np.unique(files)
         ]
         return np.concatenate(chosen or [_map_array(self._paths[0], array_index)[:0]])
 
@@ -220,13 +221,13 @@ def find_pairs(
     """
     files = SketchFiles(work_dir)
     later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, partition, partition_count), precedence)
-    compared, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
+    compared, rows = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(_MINIMA, compared)
-    equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
+    equal = _equal_minima(minima, rows[: len(later)], rows[len(later) :])
     is_similar = _similarity(equal, minima.shape[1]) >= threshold
     pairs = np.zeros(int(is_similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[is_similar], earlier[is_similar], equal[is_similar]
-    pairs["hash"] = files.rows(_HASHES, compared)[row[: len(later)][is_similar]]
+    pairs["hash"] = files.rows(_HASHES, compared)[rows[: len(later)][is_similar]]
     pairs["rank"], pairs["earlier_rank"] = (rank[is_similar] for rank in ranks)
     pairs = _sort_pairs(pairs)
     with atomic_open(out) as file:
@@ -264,19 +265,19 @@ def _similarity(equal: np.ndarray, count: int) -> np.ndarray:
 def _candidates(
     files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
 ) -> tuple[np.ndarray, ...]:
-    """Return pairs of documents with the same key, without exact copies: (new, earlier, ranks of new, of earlier)."""
+    """Return (later, earlier, ranks of later, ranks of earlier) of pairs with equal keys, except exact copies."""
     order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     equals_previous = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
     has_partner = equals_previous | np.append(equals_previous[1:], False)
     keys, documents = keys[has_partner], documents[has_partner]
-    ascending, row = np.unique(documents, return_inverse=True)
+    ascending, rows = np.unique(documents, return_inverse=True)
     hashes = files.rows(_HASHES, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
-    order = np.lexsort((documents, ranks[row], keys))
-    keys, row = keys[order], row[order]
-    kept = ~_are_copies(keys, hashes[row])
-    keys, documents, ranks = keys[kept], ascending[row[kept]], ranks[row[kept]]
+    order = np.lexsort((documents, ranks[rows], keys))
+    keys, rows = keys[order], rows[order]
+    kept = ~_are_copies(keys, hashes[rows])
+    keys, documents, ranks = keys[kept], ascending[rows[kept]], ranks[rows[kept]]
     later, earlier = _pairs_to_compare(keys, ranks)
     is_new = ranks[later] != _KNOWN
     later, earlier = later[is_new], earlier[is_new]
@@ -284,14 +285,17 @@ def _candidates(
 
 
 def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices (later, earlier) of the pairs to compare, for documents sorted by key and rank."""
+    """Return the indices (later, earlier) of the pairs to compare, for documents sorted by key and rank.
+
+    A document is compared with the previous one and with the anchors: the first documents with the same key.
+    """
     starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
     sizes = np.diff(np.append(starts, len(keys)))
-    anchors = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes
-    first, anchors, index = np.repeat(starts, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
-    later = [index[(index > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
-    earlier = [first[rows] + n for n, rows in enumerate(later)]
-    with_previous = index[index > first + anchors]
+    anchor_counts = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes
+    firsts, anchor_counts, indices = np.repeat(starts, sizes), np.repeat(anchor_counts, sizes), np.arange(len(keys))
+    later = [indices[(indices > firsts + n) & (anchor_counts > n)] for n in range(anchor_counts.max(initial=0))]
+    earlier = [firsts[rows] + n for n, rows in enumerate(later)]
+    with_previous = indices[indices > firsts + anchor_counts]
     return np.concatenate([*later, with_previous]), np.concatenate([*earlier, with_previous - 1])
 
 
@@ -313,23 +317,23 @@ def merge_pairs(
     have the hashes of dropped training documents that are similar to a held-out document, and a report.
     """
     files = SketchFiles(work_dir)
-    mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
+    pair_arrays = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     partition_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
     paths = _lost_path(out), out
-    hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
+    buckets_by_path = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
     examples: list[dict[str, Any]] = []
     trained_counts: Counter[str] = Counter()
     for partition in range(partition_count):
-        pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in mapped]))
+        pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in pair_arrays]))
         trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for buckets, dropped in zip(hashes_to_write.values(), (pairs[is_lost], pairs), strict=True):
+        for buckets, dropped in zip(buckets_by_path.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
             buckets.add(hashes, bucket_of(hashes["first"], partition_count))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained_counts})
-    for path, buckets in hashes_to_write.items():
+    for path, buckets in buckets_by_path.items():
         with atomic_open(path) as file:
             for hashes in buckets.drain():
                 np.sort(hashes, order=["first", "second"]).tofile(file)
@@ -342,19 +346,19 @@ def _lost_path(out: Path) -> Path:
 
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
     """Return {index of a source: number of its documents that are similar to a known training document}."""
-    earlier, row = np.unique(pairs["earlier"], return_inverse=True)
+    earlier, rows = np.unique(pairs["earlier"], return_inverse=True)
     hashes = files.rows(_HASHES, earlier)
     order = np.argsort(hashes[:, 0])
     is_trained = np.zeros(len(earlier), bool)
     for path in precedence.training_hash_files:
         is_trained[order] |= are_among(load_hashes(path), hashes[order])
     is_trained &= ~precedence.in_fraction(hashes)
-    documents = np.unique(pairs["document"][is_trained[row]])
+    documents = np.unique(pairs["document"][is_trained[rows]])
     return Counter(map(str, files.sources(documents).tolist()))
 
 
 def _pairs_in_partition(pairs: np.ndarray, partition: int) -> np.ndarray:
-    """Return the pairs in a range of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+    """Return the pairs of a partition of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
     start, end = (
         bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
         for bound in (partition, partition + 1)
@@ -374,10 +378,10 @@ class NearDuplicates:
     """The near-duplicates to drop.
 
     Attributes:
-        hashes: hashes of all of them, uint64 [N, 2], ascending.
+        hashes: hashes of all near-duplicates, uint64 [N, 2], ascending.
         lost: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
-        trained_counts: index of a held-out source -> number of its documents similar to known training documents.
+        trained_counts: {index of a held-out source: number of its documents similar to known training documents}.
     """
 
     hashes: np.ndarray

@@ -38,20 +38,14 @@ def mix_bits(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DocumentTerms:
-    """D documents with C characters and T terms.
+    """D documents with C characters and T terms."""
 
-    units uint16 [C], the characters, with a NUL after each document; term_starts, term_ends int64 [T], indices in
-    `units`; document_starts int64 [D+1], index of each document's first term; term_sums uint64 [T+1], running sums from
-    which `sequence_hashes` computes hashes; quarters int64 [T+1], quarters of words before each term, None if every
-    term is a word.
-    """
-
-    units: np.ndarray
-    term_starts: np.ndarray
-    term_ends: np.ndarray
-    document_starts: np.ndarray
-    term_sums: np.ndarray
-    quarters: np.ndarray | None
+    units: np.ndarray  # uint16 [C], the characters, with a NUL after each document
+    term_starts: np.ndarray  # int64 [T], index in `units` of each term's start
+    term_ends: np.ndarray  # int64 [T], index in `units` of each term's end
+    document_starts: np.ndarray  # int64 [D+1], index of each document's first term
+    term_sums: np.ndarray  # uint64 [T+1], running sums from which `sequence_hashes` computes hashes
+    quarters: np.ndarray | None  # int64 [T+1], quarters of words before each term; None if every term is a word
 
     def sequence_hashes(self, starts: np.ndarray | slice, ends: np.ndarray | slice) -> np.ndarray:
         """Return a hash of each sequence of terms [starts[i], ends[i]), uint64, independent of its position."""
@@ -59,7 +53,7 @@ class DocumentTerms:
         return mix_bits((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
-        """Return the end of the shortest sequence from each start with at least `quarters`, int64; > T if none."""
+        """Return the end of the shortest sequence with at least `quarters` from each start, int64; > T if none has."""
         if self.quarters is None:
             return starts + -(-quarters // QUARTERS_PER_WORD)
         return self._term_index(self.quarters[starts] + quarters)

@@ -29,24 +29,25 @@ def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
     Raises:
         InputError: no file is found, one cannot be read, or the text column does not exist.
     """
-    source = reader(config)
-    return _with_problems(source.find(config_key), source)
+    source_reader = reader(config)
+    return _with_problems(source_reader.find(config_key), source_reader)
 
 
 def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
     """Return the inputs like `find_inputs`, but neither fetch files at an address nor check their columns."""
     if not is_remote(config.path):
         return find_inputs(config, config_key)
-    source = reader(config)
-    objects = source.stored_files(ObjectStore())
+    source_reader = reader(config)
+    objects = source_reader.stored_files(ObjectStore())
     if not objects:
-        raise no_files_error(config, config_key, source.problems.entries())
-    return _with_problems([Input((address,), listed.bytes) for address, listed in objects.items()], source)
+        raise no_files_error(config, config_key, source_reader.problems.entries())
+    return _with_problems([Input((address,), listed.bytes) for address, listed in objects.items()], source_reader)
 
 
-def _with_problems(inputs: list[Input], source: SourceReader) -> list[Input]:
+def _with_problems(inputs: list[Input], source_reader: SourceReader) -> list[Input]:
     """Add the faults found while listing the inputs to the first input."""
-    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(inputs)]
+    problems = tuple(source_reader.problems.entries())
+    return [replace(item, problems=problems if n == 0 else ()) for n, item in enumerate(inputs)]
 
 
 def cut(
@@ -57,9 +58,9 @@ def cut(
     A file that must be read in order is read here, and its chunks contain the text. With `defer_streams`, it becomes a
     single chunk, which the process that prepares it cuts with `cut_stream`.
     """
-    source = reader(config)
-    is_deferred = defer_streams and source.is_stream(item)
-    spans = [Span(bytes=item.bytes, is_stream=True)] if is_deferred else source.cut(item)
+    source_reader = reader(config)
+    is_deferred = defer_streams and source_reader.is_stream(item)
+    spans = [Span(bytes=item.bytes, is_stream=True)] if is_deferred else source_reader.cut(item)
     for index, span in enumerate(spans):
         yield Chunk(source=source_index, input=input_index, index=index, config=config, paths=item.paths, **vars(span))
 

@@ -65,10 +65,10 @@ def read_text(path: Path, problems: Problems) -> str:
         if not fault:
             problems.add(str(path), "empty file")
         return ""
-    return raw.decode("latin-1") if is_latin1(raw) else inputs.decode(raw, str(path), 0, problems)
+    return raw.decode("latin-1") if declares_latin1(raw) else inputs.decode(raw, str(path), 0, problems)
 
 
-def is_latin1(raw: bytes) -> bool:
+def declares_latin1(raw: bytes) -> bool:
     """Return whether a Project Gutenberg header declares ISO 8859-1, which was common before about 2010."""
     declared = _ENCODING.search(raw, 0, 20_000)
     return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")

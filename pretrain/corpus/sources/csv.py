@@ -41,8 +41,8 @@ class Reader(ColumnReader):
         import pyarrow as pa
 
         try:
-            for batch, read in _batches(path, self.config.text_column, self._quoting(path), problems):
-                yield batch.column(0).to_pylist(), read
+            for batch, bytes_read in _batches(path, self.config.text_column, self._quoting(path), problems):
+                yield batch.column(0).to_pylist(), bytes_read
         except (ValueError, pa.ArrowException, *inputs.READ_ERRORS) as error:
             if "Empty CSV" not in str(error):
                 raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
@@ -64,21 +64,21 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
-    """Yield (record batch of the text column, bytes read so far). Rows of another width are skipped as `problems`.
+    """Yield (record batch of the text column, bytes read so far). Rows with a wrong number of columns are `problems`.
 
     Arrow cannot read a row that is larger than its block size, nor continue where it failed. In this case, the file is
     read again from the start with larger blocks.
     """
-    yielded, block_bytes = 0, inputs.CHUNK_BYTES
+    yielded_rows, block_bytes = 0, inputs.CHUNK_BYTES
     while True:
         row_count, skipped = 0, Problems()
         try:
             with path.open("rb") as raw:
                 stream = TextStream(path, raw)
                 for batch in _open_csv(path, stream, column, quoting, block_bytes, skipped):
-                    new = batch.slice(max(0, yielded - row_count))
+                    new_rows = batch.slice(max(0, yielded_rows - row_count))
                     row_count += batch.num_rows
-                    for smaller in _smaller_batches(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
+                    for smaller in _smaller_batches(new_rows) if block_bytes > inputs.CHUNK_BYTES else [new_rows]:
                         yield smaller, raw.tell()
             problems.extend(skipped.entries())
             if stream.fault:
@@ -92,7 +92,7 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
             raise InputError(
                 f"{path}: a row of more than {records.MAX_RECORD_BYTES >> 20} MB. Check that its quotes are closed."
             )
-        yielded, block_bytes = max(yielded, row_count), 2 * block_bytes
+        yielded_rows, block_bytes = max(yielded_rows, row_count), 2 * block_bytes
 
 
 def _smaller_batches(batch: Any) -> Iterator[Any]:
@@ -104,13 +104,13 @@ def _smaller_batches(batch: Any) -> Iterator[Any]:
 def _open_csv(
     path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, skipped: Problems
 ) -> Any:
-    """Open a reader of record batches of the text column, as bytes. Rows of another width are added to `skipped`."""
+    """Open a reader of record batches of the text column, as bytes; `skipped` gets rows with a wrong column count."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     def skip(row: Any) -> str:
-        width = f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}"
-        skipped.add(str(path), "row left out", width)
+        difference = f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}"
+        skipped.add(str(path), "row left out", difference)
         return "skip"
 
     is_quoted = quoting == "standard"

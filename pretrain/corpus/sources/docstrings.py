@@ -37,7 +37,7 @@ _BULLET = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|#\.)\s+")
 _ARGUMENT = re.compile(r"[*`]*[\w.]+[`]*(?:\s*\([^()]*(?:\([^()]*\)[^()]*)*\))?[`]*\s*(?::|--|–)\s+(?=\S)")
 _UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
 _CODE = re.compile(r"[=<>{}|\\#@$]|::|\(\)|\w_\w|->|https?:|\w\.\w+\.\w|\w\(\w*")
-_END = (".", "!", "?", ".)", '."', ".'")
+_SENTENCE_ENDS = (".", "!", "?", ".)", '."', ".'")
 
 
 class Reader(SourceReader):
@@ -56,7 +56,7 @@ class Reader(SourceReader):
         files = self.find_files(config_key)
         folder = local_path(self.config.path).expanduser()
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
-        if modules := [file for file in files if not _is_left_out(file, root)]:
+        if modules := [file for file in files if not _is_excluded(file, root)]:
             return modules
         raise no_files_error(self.config, config_key)
 
@@ -66,10 +66,10 @@ def installed_modules() -> list[str]:
     paths = sysconfig.get_paths()
     roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
     files = ((file, root) for root in roots for file in files_in(root) if file.suffix == ".py")
-    return list(dict.fromkeys(str(file) for file, root in files if not _is_left_out(file, root)))
+    return list(dict.fromkeys(str(file) for file, root in files if not _is_excluded(file, root)))
 
 
-def _is_left_out(file: Path, root: Path) -> bool:
+def _is_excluded(file: Path, root: Path) -> bool:
     """Return whether a file below `root` is a test or in a site-packages folder.
 
     The standard library's folder may contain site-packages: either this Python's, which is a separate root, or the
@@ -166,13 +166,13 @@ def running_text(docstring: str) -> list[str]:
 
 
 def _line_runs(lines: list[str]) -> Iterator[str]:
-    """Yield runs of lines with the same indentation, list item or argument, without code blocks and doctests."""
+    """Yield the text of each list item, argument and run of equally indented lines, without code and doctests."""
     run: list[str] = []
     indent = code_indent = -1  # lines that are indented more than code_indent are a literal block
     in_fence = in_doctest = False
     for line in [*lines, ""]:
         text = line.strip()
-        depth = len(line) - len(line.lstrip())
+        line_indent = len(line) - len(line.lstrip())
         if text.startswith(("```", "~~~")):
             in_fence = not in_fence
             text = ""
@@ -180,24 +180,24 @@ def _line_runs(lines: list[str]) -> Iterator[str]:
             in_doctest = True
         if not text:
             in_doctest = False
-        elif code_indent >= 0 and depth <= code_indent:
+        elif code_indent >= 0 and line_indent <= code_indent:
             code_indent = -1
         skip = not text or in_fence or in_doctest or code_indent >= 0 or text.startswith("..")
         is_item = bool(_BULLET.match(text) or _FIELD.match(text))
-        is_argument = depth != indent and _ARGUMENT.match(text) is not None
-        is_below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_TEXT_LINE_WORDS
-        if run and (skip or is_item or is_argument or is_below_name or depth < indent):
+        is_argument = line_indent != indent and _ARGUMENT.match(text) is not None
+        is_below_name = line_indent > indent and len(run) == 1 and len(run[0].split()) < _MIN_TEXT_LINE_WORDS
+        if run and (skip or is_item or is_argument or is_below_name or line_indent < indent):
             yield " ".join(run)
             run = []
         if text.startswith("..") or text.endswith("::"):
-            code_indent = depth
+            code_indent = line_indent
         if skip:
             continue
         if _UNDERLINE.fullmatch(text):
             run = []  # the underlined line is a heading
             continue
-        if not run or depth > indent:
-            indent = depth
+        if not run or line_indent > indent:
+            indent = line_indent
         run.append(text)
 
 
@@ -221,7 +221,7 @@ def _clean(run: str) -> str:
 def _is_prose(paragraph: str) -> bool:
     """Return whether a paragraph looks like sentences: enough words, a final punctuation mark, few signs of code."""
     words = paragraph.split()
-    if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
+    if len(words) < _MIN_WORDS or not paragraph.endswith((*_SENTENCE_ENDS, ":")) or not paragraph[0].isalnum():
         return False
     plain_characters = sum(character.isalpha() or character in " ,.'-" for character in paragraph)
     return plain_characters >= _MIN_PLAIN_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8

@@ -72,23 +72,24 @@ def saved_dataset(folder: str, split: str) -> Any:
     return dataset
 
 
-def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
-    """Open a split on the hub as a `datasets.IterableDataset`. `where` is the source's path in the config."""
-    expect(f"{where}.dataset", "datasets")
+def hub_dataset(config_key: str, name: str, subset: str, split: str, revision: str) -> Any:
+    """Open a split on the hub as a `datasets.IterableDataset`. `config_key` is the source's key in the config."""
+    expect(f"{config_key}.dataset", "datasets")
     from huggingface_hub import constants
 
     try:
         if not constants.HF_HUB_OFFLINE:  # check access first: `datasets` retries, and gives one error for all causes
             ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
-        return _streamed(name, subset, split, revision)
+        return _stream_split(name, subset, split, revision)
     except RunError as error:
-        raise type(error)(f"{where}.dataset: {error}") from None
+        raise type(error)(f"{config_key}.dataset: {error}") from None
     except Exception as error:  # any error of the hub's client
-        kind = MachineError if isinstance(error, ConnectionError) else InputError
-        raise kind(f"{where}.dataset: {name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}") from None
+        error_class = MachineError if isinstance(error, ConnectionError) else InputError
+        reason = f"{type(error).__name__}: {inputs.one_line(error)}"
+        raise error_class(f"{config_key}.dataset: {name}@{revision}: {reason}") from None
 
 
-def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
+def _stream_split(name: str, subset: str, split: str, revision: str) -> Any:
     import datasets
 
     return datasets.load_dataset(name, subset or None, split=split, revision=revision, streaming=True)
@@ -103,7 +104,7 @@ def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
     try:
-        yield from _streamed(source.dataset, source.subset, source.split, source.revision).shard(
+        yield from _stream_split(source.dataset, source.subset, source.split, source.revision).shard(
             num_shards=chunk.end, index=chunk.start
         )
     except pa.ArrowException:

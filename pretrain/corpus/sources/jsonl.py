@@ -43,7 +43,9 @@ class Reader(RecordReader):
 
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
-        return data_spans(item, json_values.lines(path), b"") if json_values.is_multiline(path) else super().cut(item)
+        if not json_values.is_multiline(path):
+            return super().cut(item)
+        return data_spans(item, json_values.value_batches(path), b"")
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column

@@ -78,13 +78,14 @@ def _dropped_prefixes(path: str, _modified_ns: int) -> Set[str]:
     """Return the prefixes of links to remove: `_common_prefixes`, corrected by the dump's namespaces and language."""
     with open_text(Path(path)) as file:
         head = file.read(_HEAD_BYTES).partition(b"<page>")[0]
-    names = [
+    namespaces = [
         (key in _DROPPED_NAMESPACES, _normalize_name(html.unescape(name.decode("utf-8", "replace"))))
         for key, name in _NAMESPACE_NAME.findall(head)
     ]
     lang = _LANGUAGE.search(head)
-    allowed = {name for is_dropped, name in names if not is_dropped} | ({lang[1].decode().lower()} if lang else set())
-    return (_common_prefixes() - allowed) | {name for is_dropped, name in names if is_dropped}
+    allowed = {name for is_dropped, name in namespaces if not is_dropped}
+    allowed |= {lang[1].decode().lower()} if lang else set()
+    return (_common_prefixes() - allowed) | {name for is_dropped, name in namespaces if is_dropped}
 
 
 @functools.cache

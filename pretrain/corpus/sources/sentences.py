@@ -17,11 +17,11 @@ class Reader(RecordReader):
     record_start = b"\n\n"
     lines_are_sentences = True
 
-    def next_record(self, text: mmap.mmap, position: int) -> int:
+    def next_record_start(self, text: mmap.mmap, position: int) -> int:
         match = _BLANK_LINE.search(text, max(0, position - 1)) if position else None
         return 0 if not position else match.end() if match else len(text)
 
-    def last_record(self, text: bytearray) -> int:
+    def last_record_start(self, text: bytearray) -> int:
         ends = [match.end() for match in _BLANK_LINE.finditer(text)]
         return ends[-1] if ends else 0
 

@@ -34,21 +34,21 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
         position = end + len("</doc>")
         count += 1
         title, body = head[1], text[start:end].lstrip("\n")
-        first, _, rest = body.partition("\n")
+        first_line, _, rest = body.partition("\n")
         # Some versions of WikiExtractor keep the entities of the dump in titles and articles.
-        is_title = first.strip() in (title.strip(), html.unescape(title).strip())
+        is_title = first_line.strip() in (title.strip(), html.unescape(title).strip())
         yield html.unescape(rest if is_title else body)
     _report_unread(text, count, path, problems)
 
 
 def _report_unread(text: str, read_count: int, path: str, problems: Problems) -> None:
     """Add the articles that could not be read to `problems`; `read_count` is the number of articles read."""
-    opened = read_count
+    opened_count = read_count
     if text.count("<doc") != read_count:  # five times as fast as the next line, and usually equal
-        opened = text.count("\n<doc ") + text.startswith("<doc ")
-    if opened > read_count:
-        problems.add(path, "<doc> that is not closed or has no title", count=opened - read_count)
-    elif not opened and _JSON.match(text):
+        opened_count = text.count("\n<doc ") + text.startswith("<doc ")
+    if opened_count > read_count:
+        problems.add(path, "<doc> that is not closed or has no title", count=opened_count - read_count)
+    elif not opened_count and _JSON.match(text):
         problems.add(path, "JSON, as WikiExtractor's --json writes: use kind jsonl")
-    elif not opened and text.strip():
+    elif not opened_count and text.strip():
         problems.add(path, "no <doc> in this part of the file", f"it starts with {text.strip()[:40]!r}")
