@@ -32,11 +32,11 @@ _BYTE_OF_CHARACTER = _bytes_of_characters()
 _SPACE_MARK, _LINE_BREAK_MARK = "\u2581", "\u010a"  # represent a space and, in a vocab.txt, a line break
 _BYTE_ENTRY = re.compile(r"<0x([0-9A-F]{2})>")
 
-Spell = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
+EntryDecoder = Callable[[str], bytes]  # function that returns the bytes of an entry, including spaces
 
 
-def speller(entries: Sequence[str]) -> Spell | None:
-    """Return the `Spell` function of a vocabulary with these entries; None for a WordPiece vocabulary."""
+def entry_decoder(entries: Sequence[str]) -> EntryDecoder | None:
+    """Return the `EntryDecoder` function of a vocabulary with these entries; None for a WordPiece vocabulary."""
     counts = {mark: sum(_is_marked_word(entry, mark) for entry in entries) for mark in (_SPACE_MARK, "\u0120", "##")}
     if counts[_SPACE_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
@@ -74,14 +74,14 @@ def _marked_bytes(entry: str) -> bytes:
     return entry.replace(_SPACE_MARK, " ").encode()
 
 
-def entry_strings(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
+def entry_strings(entries: Sequence[str], decode: EntryDecoder = entry_bytes) -> list[str]:
     """Return the text of each entry in a sequence, with spaces; their concatenation is the decoded text.
 
     A character whose bytes are in several entries is assigned to the last of them; an invalid one becomes U+FFFD.
     """
     strings, pending = [], b""
     for index, entry in enumerate(entries):
-        pending += spell(entry)
+        pending += decode(entry)
         complete = len(pending) if index + 1 == len(entries) else _complete_length(pending)
         strings.append(pending[:complete].decode("utf-8", "replace"))
         pending = pending[complete:]
@@ -127,14 +127,16 @@ class WordBoundaries:
         return starts
 
 
-def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordBoundaries:
+def word_boundaries(
+    entries: Sequence[str], decode: EntryDecoder | None, *, is_segmented: bool = False
+) -> WordBoundaries:
     """Return the `WordBoundaries` of a vocabulary. A word is roughly a pre-token of GPT-2, with the space before it.
 
     Unlike in GPT-2, combining marks and joiners belong to the preceding character, and each letter of a script without
-    spaces starts a word, like ideographs in BERT. A WordPiece has no `spell`; its entries that start with "##" continue
+    spaces starts a word, like ideographs in BERT. WordPiece has no `decode`; its entries that start with "##" continue
     a word. `is_segmented`: text for this WordPiece is already segmented into words, so that only "##" matters.
     """
-    if spell is None:
+    if decode is None:
         continues = np.array([entry.startswith("##") for entry in entries], bool)
         if is_segmented:
             return WordBoundaries(continues)
@@ -142,14 +144,14 @@ def word_boundaries(entries: Sequence[str], spell: Spell | None, *, is_segmented
         for classes in (first, last):  # for other characters, "##" suffices: BERT splits at punctuation
             classes[~np.isin(classes, (_ANY, _WORD_START, _WORD_END))] = LETTER
         return WordBoundaries(continues, first, last)
-    spellings = [spell(entry) for entry in entries]
+    spellings = [decode(entry) for entry in entries]
     parts = [_split_partial(spelling) for spelling in spellings]
     first, last = _end_classes([characters for characters, *_ in parts])
     partial = np.array([values for _, *values in parts], np.int64).T
     has_no_character = [not characters for characters, *_ in parts]
     first[has_no_character] = last[has_no_character] = _PARTIAL
     first[partial[0] > 0] = _ANY  # continues a character of the previous token
-    if spell is _marked_bytes:  # the indentation of a line is not part of its first word
+    if decode is _marked_bytes:  # the indentation of a line is not part of its first word
         last[[len(spelling) > 1 and not spelling.strip(b" ") for spelling in spellings]] = _SPACE
     return WordBoundaries(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, partial)
 

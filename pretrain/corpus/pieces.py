@@ -92,17 +92,17 @@ def document_pieces(
 def _bounds(byte_classes: np.ndarray, text: np.ndarray) -> Bounds:
     """Return the bounds of pieces, from the class of each byte."""
     document_ends = np.flatnonzero(byte_classes == _DOCUMENT_END)
-    is_solid, is_end = byte_classes >= LETTER, np.zeros(len(byte_classes), bool)
+    is_non_space, is_end = byte_classes >= LETTER, np.zeros(len(byte_classes), bool)
     is_end[document_ends] = True
-    is_space = ~(is_solid | is_end)
+    is_space = ~(is_non_space | is_end)
     starts = np.zeros(len(byte_classes), bool)
     previous, current = slice(None, -1), slice(1, None)
-    starts[current] = is_space[current] & is_solid[previous]
-    changes = is_solid[current] & is_solid[previous] & (byte_classes[current] != byte_classes[previous])
+    starts[current] = is_space[current] & is_non_space[previous]
+    changes = is_non_space[current] & is_non_space[previous] & (byte_classes[current] != byte_classes[previous])
     changes &= (text[previous] != _APOSTROPHE) | (byte_classes[current] != LETTER)
     starts[current] |= changes
     # The last of several spaces belongs to the next characters; the others are a separate pre-token.
-    starts[1:-1] |= (byte_classes[1:-1] == _SPACE) & is_space[:-2] & is_solid[2:]
+    starts[1:-1] |= (byte_classes[1:-1] == _SPACE) & is_space[:-2] & is_non_space[2:]
     starts[document_ends[:-1] + 1] = ~is_end[document_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | is_end)
     indices = np.flatnonzero(starts[bounds])

@@ -95,7 +95,7 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
 def _word_bounds(classes: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the bounds of words, and the starts of words separated by whitespace. The last byte must be a NUL."""
     in_word, is_mark = classes >= _WORD, classes == _PUNCTUATION
-    starts, ends, is_solid = is_mark.copy(), is_mark.copy(), in_word | is_mark
+    starts, ends, is_non_space = is_mark.copy(), is_mark.copy(), in_word | is_mark
     starts[0] |= in_word[0]
     starts[1:] |= in_word[1:] & ~in_word[:-1]
     ends[:-1] |= in_word[:-1] & ~in_word[1:]
@@ -106,8 +106,8 @@ def _word_bounds(classes: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.
     starts[leads + 3] |= in_word[leads + 3]
     preceding = leads[leads > 0] - 1
     ends[preceding] |= in_word[preceding]
-    is_spaced_start = is_solid.copy()
-    is_spaced_start[1:] &= ~is_solid[:-1]
+    is_spaced_start = is_non_space.copy()
+    is_spaced_start[1:] &= ~is_non_space[:-1]
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(is_spaced_start)
 
 

@@ -12,7 +12,7 @@ import regex
 
 from pretrain.common import scripts
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import entry_strings, speller
+from pretrain.corpus.byte_words import entry_decoder, entry_strings
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     The choice depends only on the shards, so reports of different runs on one corpus are comparable.
     """
     chosen: list[MaskedSentence] = []
-    spell = speller(vocabulary)
+    decode = entry_decoder(vocabulary)
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         entries = [vocabulary[token] for token in tokens]
-        indices = maskable_words(entry_strings(entries, spell) if spell else list(map(spell_wordpiece, entries)))
+        indices = maskable_words(entry_strings(entries, decode) if decode else list(map(spell_wordpiece, entries)))
         if indices and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
-from pretrain.corpus.byte_words import entry_strings, speller, word_boundaries
+from pretrain.corpus.byte_words import entry_decoder, entry_strings, word_boundaries
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.tokenize import WordTable
@@ -63,10 +63,10 @@ def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def masked_words(tokenizer: Tokenizer, text: str) -> list[str]:
     """The words that the masking schemes see in `text`."""
     ids, entries = tokenizer.encode(text, add_special_tokens=False).ids, entries_of(tokenizer)
-    spell, pieces = speller(entries), [entries[number] for number in ids]
-    texts = entry_strings(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
+    decode, pieces = entry_decoder(entries), [entries[number] for number in ids]
+    texts = entry_strings(pieces, decode) if decode else [piece.removeprefix("##") for piece in pieces]
     words: list[str] = []
-    for begins, shown in zip(word_boundaries(entries, spell).word_starts(np.array(ids)), texts, strict=True):
+    for begins, shown in zip(word_boundaries(entries, decode).word_starts(np.array(ids)), texts, strict=True):
         words += [""] * bool(begins or not words)
         words[-1] += shown
     return words

@@ -15,7 +15,7 @@ from piece_tokenizers import LANGUAGES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pretrain.common import scripts
-from pretrain.corpus.byte_words import entry_bytes, speller, word_boundaries
+from pretrain.corpus.byte_words import entry_bytes, entry_decoder, word_boundaries
 from pretrain.corpus.extension import extend_vocabulary, replaced_ids, saved_share
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 from pretrain.corpus.vocabulary import bert_tokenizer, train_byte_vocabulary
@@ -116,7 +116,7 @@ def test_text_that_blanks_segment_has_its_words() -> None:
 )
 def test_a_character_of_several_tokens_has_its_class(tokens: str, begins: str) -> None:
     known = sorted({*pre_tokenizers.ByteLevel.alphabet(), *tokens.split()})
-    boundaries = word_boundaries(known, speller(known) or entry_bytes)
+    boundaries = word_boundaries(known, entry_decoder(known) or entry_bytes)
     ids = np.array(list(map(known.index, tokens.split())))
     assert boundaries.word_starts(ids).tolist() == [b == "1" for b in begins]
 

@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
-from pretrain.corpus.byte_words import speller, word_boundaries
+from pretrain.corpus.byte_words import entry_decoder, word_boundaries
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -124,13 +124,13 @@ def _masking_vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary that they were made with, or prepare the corpus again."
         )
-    spell = speller(entries)  # None for WordPiece vocabularies
+    decode = entry_decoder(entries)  # None for WordPiece vocabularies
     # Released vocabularies have special tokens that model inputs never contain, such as <|endoftext|>.
-    unused_special = special_added_ids(shards.folder) if spell else ()
+    unused_special = special_added_ids(shards.folder) if decode else ()
     replacement_ids = find_replacement_ids(entries, {*shards.special_ids.values(), *unused_special})
     if not len(replacement_ids):
         raise InputError(f"{path}: all tokens are special or unused. Prepare the corpus again.")
     # Japanese checkpoints expect text that is already segmented into words, and do not split at ideographs.
     is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
-    boundaries = word_boundaries(entries, spell, is_segmented=is_segmented)
+    boundaries = word_boundaries(entries, decode, is_segmented=is_segmented)
     return MaskingVocabulary(shards.special_ids["mask"], replacement_ids, boundaries, entries)
