@@ -284,7 +284,7 @@ def test_a_foreign_prefix_is_taken_off_and_shown(prefix: str) -> None:
 
 
 def test_what_names_a_file_has_is_said() -> None:
-    with pytest.raises(InputError, match=r"word_embeddings\.weight is missing; the file has a\.b, c\.d, \.\.\. Inc"):
+    with pytest.raises(InputError, match=r"word_embeddings\.weight is missing; the file has a\.b, c\.d, \.\.\. Use"):
         read_tensors({"c.d": torch.ones(3), "a.b": torch.ones(3), "e.f": torch.ones(3)})
 
 

@@ -249,7 +249,7 @@ def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path, monkeyp
         made.plan(np.arange(made.samples_per_epoch))
     ObjectStore().delete(name)
     made = sampler(streamed(CorpusConfig.model_validate({"dir": ADDRESS, "cache": "50MB"})))
-    with pytest.raises(MachineError, match=r"train-00000.tokens.npy: not found. Run `prepare` on a machine that has"):
+    with pytest.raises(MachineError, match=r"train-00000.tokens.npy: not found. Run `prepare` on a machine with"):
         made.plan(np.arange(made.samples_per_epoch))
     ObjectStore().write(name, content[:-5000])  # the manifest says more
     monkeypatch.setattr("pretrain.storage.objects.RETRY_SECONDS", 0.5)

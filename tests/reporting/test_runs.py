@@ -169,7 +169,7 @@ class TestPanels:
                 recorder=SimpleNamespace(log=written.append),
                 stopwatch=Stopwatch(),
                 stragglers=RankTimes(engine),
-                rate=0.1,
+                learning_rate=0.1,
                 epoch=0,
                 norm=1.0,
             )

@@ -131,7 +131,7 @@ def test_what_was_lost_there_is_not_replaced_by_a_damaged_file(proxy: FaultyProx
     ObjectStore().delete(f"{address}/two")
     for damaged in ("2", "23"):
         (folder / "two").write_text(damaged)
-        with pytest.raises(MachineError, match=r"two: is missing .* there, and is missing or damaged here"):
+        with pytest.raises(MachineError, match=r"two: is missing or has another size, and .*two is missing or damaged"):
             folders.store(folder, address)
     (folder / "two").write_text("22")
     folders.store(folder, address)
