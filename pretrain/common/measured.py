@@ -52,16 +52,17 @@ def _read_rates() -> dict[str, float]:
 
 def cpu_has(flag: str) -> bool:
     """Return whether this CPU has a feature; `flag` is its name in /proc/cpuinfo."""
-    return flag in _cpuinfo("flags").split()
+    return flag in cpuinfo("flags").split()
 
 
-def _cpuinfo(field: str) -> str:
+def cpuinfo(field: str) -> str:
+    """Return the first value of a field of /proc/cpuinfo, or "" without one."""
     lines = _CPUINFO.read_text(errors="replace").splitlines() if _CPUINFO.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _machine_key() -> tuple[str, ...]:
-    cpu = _cpuinfo("model name")
+    cpu = cpuinfo("model name")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return platform.node(), cpu, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"

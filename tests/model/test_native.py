@@ -1,5 +1,6 @@
 """The loops in C++ equal torch's operations, in values and gradients; without a compiler torch's take their place."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,6 +125,23 @@ def test_cross_entropy_equals_torchs(
     assert max(map(apart, made, wanted)) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
+def test_a_label_outside_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(IndexError, match="35 of 32"):
+        vocabulary_losses(torch.zeros(2, 16), torch.zeros(32, 16), None, torch.tensor([1, 35]), fused=False)
+
+
+def test_autocast_and_other_defaults_of_torch_leave_results_right() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            made = encoded()
+        default = encoded()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert apart(made, default) < 0.1
+    assert made.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_rest_of_a_layer_equals_its_definition(dtype: torch.dtype, dropout: float) -> None:
@@ -183,6 +201,25 @@ def test_code_that_a_compiler_refuses_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert native.library() is None
     assert not list((tmp_path / "cache" / "bertrain").iterdir())
+
+
+def write_damaged(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+    Path(command[-1]).write_bytes(b"damaged")
+    return subprocess.CompletedProcess(command, 0)
+
+
+def test_a_damaged_library_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_compiler: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", write_damaged)
+        assert native.library() is None
+    native.library.cache_clear()
+    assert native.library() is not None
+    (compiled,) = (tmp_path / "bertrain").glob("native-*.so")
+    assert compiled.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("dtype", CLOSE)

@@ -7,6 +7,7 @@ seconds, once per machine. Without g++, torch computes everything, and only the 
 Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from pretrain.common.measured import cpu_has, rates_file
+from pretrain.common.measured import cpu_has, cpuinfo, rates_file
 from pretrain.config import ModelConfig
 from pretrain.model.cost import has_native_loops
 from pretrain.model.kernels.products import weight_gradient
@@ -40,27 +42,38 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return None
-    cpu = Path("/proc/cpuinfo")
-    flags = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
     sources = (path.read_text() for path in sorted(_SOURCE.parent.glob("native*.?pp")))
-    inputs = [*sources, *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
-    name = f"native-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
+    inputs = [*sources, *_FLAGS, cpuinfo("flags") or cpuinfo("Features"), platform.machine(), compiler]
+    name = (
+        f"native-{hashlib.sha256(repr([*inputs, platform.libc_ver(), torch.__version__]).encode()).hexdigest()[:16]}.so"
+    )
     try:
-        folder = rates_file().parent
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / name).exists():
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                target = Path(temporary) / name
-                subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(target)], check=True, capture_output=True)
-                target.replace(folder / name)  # atomic: other processes may compile it, too
-        return ctypes.CDLL(str(folder / name))
-    except (OSError, subprocess.CalledProcessError):
+        path = rates_file().parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with contextlib.suppress(OSError):  # not complete, or of another system that shares the folder
+                return ctypes.CDLL(str(path))
+        _compile_library(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.CalledProcessError):  # RuntimeError: no home folder
         return None
 
 
+def _compile_library(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        target = Path(temporary) / path.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True)
+        if done.returncode < 0:  # killed by a signal
+            done = subprocess.run(command, capture_output=True)
+        done.check_returncode()
+        target.replace(path)  # atomic: other processes may compile it, too
+
+
 def supports_native(x: Tensor) -> bool:
-    """Return whether the loops support the device and dtype of `x`, outside of compiled code."""
-    return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
+    """Return whether the loops support the device and dtype of `x`, outside of compiled code and of autocast."""
+    outside = not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    return x.is_cpu and x.dtype in _TYPES and outside and library() is not None
 
 
 @functools.cache
@@ -86,7 +99,8 @@ class NativeSequences(NamedTuple):
     def forward(self, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute `grouped_op.grouped_attention`, without its gradient."""
         count = len(qkv) if self.queries is None else len(self.queries)
-        context_RH, lse_RN = qkv.new_empty(count, qkv.shape[1] // 3), torch.empty(count, self.heads)
+        context_RH = qkv.new_empty(count, qkv.shape[1] // 3)
+        lse_RN = qkv.new_empty(count, self.heads, dtype=torch.float32)
         _call("attention", qkv, self._struct(qkv), qkv, _fp32(bias), context_RH, lse_RN)
         return context_RH, lse_RN
 
@@ -134,7 +148,9 @@ def prefer_native(function: Callable[..., Tensor], shape: ModelConfig, compile: 
 
 def cross_entropy(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, *, needs_gradient: bool) -> Tensor:
     """Return fp32 [2], as `fused_cross_entropy.vocabulary_losses`; may overwrite the logits with their gradient."""
-    results_2C = torch.empty(2, len(logits_CV))
+    if len(labels_C) and int(labels_C.max()) >= logits_CV.shape[1]:
+        raise IndexError(f"label {int(labels_C.max())} of {logits_CV.shape[1]} columns")
+    results_2C = logits_CV.new_empty(2, len(logits_CV), dtype=torch.float32)
     bias = None if bias_V is None else bias_V.float()
     _call("cross_entropy", logits_CV, *logits_CV.shape, logits_CV, bias, labels_C, int(needs_gradient), *results_2C)
     return results_2C.sum(1)
@@ -214,6 +230,7 @@ class _AfterAttention(torch.autograd.Function):
         return last_RH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         states, parameters = (saved := ctx.saved_tensors)[:8], saved[8:]
         context_RH, hidden_RH, seeds_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH = states
@@ -222,7 +239,7 @@ class _AfterAttention(torch.autograd.Function):
 
         def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, site: int, *operands: Any) -> tuple[Tensor, ...]:
             grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
-            vector_grads = torch.empty(3, x.shape[1])
+            vector_grads = x.new_empty(3, x.shape[1], dtype=torch.float32)
             results = grad_x, grad_residual, vector_grads
             _call("norm_backward", x, *x.shape, x, bias, residual, seeds_R, site, ctx.dropout, *operands, *results)
             return results
@@ -255,6 +272,6 @@ def _norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (LayerNorm of residual + dropout(x + bias), fp32 mean and inverse standard deviation of each row)."""
-    out, moments = torch.empty_like(x), torch.empty(len(x), 2)
+    out, moments = torch.empty_like(x), x.new_empty(len(x), 2, dtype=torch.float32)
     _call("norm", x, *x.shape, x, bias, residual, seeds, site, dropout, gain, shift, eps, out, moments)
     return out, moments

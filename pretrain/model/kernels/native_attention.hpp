@@ -128,10 +128,10 @@ template <class E> struct Tile {
 
 // Replaces a row of scores by their softmax, with dropout; returns their log-sum-exp.
 static inline float softmax(float *x, long columns, long start, float scale, const Dropout &dropout, bool has_dropout) {
-    float max_score = row_max(x, columns) * scale, total = 0;
+    float max_score = row_max(x, columns), total = 0;
 #pragma omp simd reduction(+ : total)
     for (long l = 0; l < columns; l++) {
-        x[l] = exponential(x[l] * scale - max_score);
+        x[l] = exponential((x[l] - max_score) * scale);
         total += x[l];
     }
     float inverse_total = 1 / total;
@@ -141,7 +141,7 @@ static inline float softmax(float *x, long columns, long start, float scale, con
     else
 #pragma omp simd
         for (long l = 0; l < columns; l++) x[l] *= inverse_total;
-    return max_score + std::log(total);
+    return max_score * scale + std::log(total);
 }
 
 // Replaces a row of scores by their softmax, with dropout, and `g`, the gradient of that, by the gradient of the products.
