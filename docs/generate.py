@@ -421,7 +421,7 @@ def metrics_page() -> str:
         "",
         "## Probes",
         "",
-        "`probes.jsonl` has one JSON object for each checkpoint that was scored.",
+        "`probes.jsonl` has one JSON object per scored checkpoint, with `time` as in events and `split`: `probe`.",
         "",
         *_metrics(PROBE_FIELDS),
     ]

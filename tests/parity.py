@@ -242,18 +242,18 @@ def mlm_logits(released: Released, shape: Shape) -> Tensor:
 def _gradient_difference(model: PretrainingModel, theirs: Any, released: Released) -> float:
     """Return the largest difference over the gradients of all parameters, by transformers' names."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    facts = read_config(released.config)
-    if facts.token_types == 0:
+    arch = read_config(released.config)
+    if arch.token_types == 0:
         gradients.pop("embeddings.token_type", None)  # DistilBERT has none
-    ours = released_tensors(gradients, facts)
+    ours = released_tensors(gradients, arch)
     found = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     # DeBERTa's second head has names that are not written.
-    other = {name if name in ours else facts.layout.normalize(name): grad for name, grad in found.items()}
-    bias = f"{facts.layout.decoder}.bias"
+    other = {name if name in ours else arch.layout.normalize(name): grad for name, grad in found.items()}
+    bias = f"{arch.layout.decoder}.bias"
     if bias not in other:  # two names of one parameter
         ours.pop(bias, None)
     for name in {*other} - {*ours}:  # torch lists a tied parameter under the first of its names
-        (ours[name],) = (ours[one] for one in facts.layout.names(facts.layout.tied_parameter(name, facts.model) or ""))
+        (ours[name],) = (ours[one] for one in arch.layout.names(arch.layout.tied_parameter(name, arch.model) or ""))
     return max(difference(ours[name], other[name]) for name in other)
 
 

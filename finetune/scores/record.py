@@ -1,4 +1,4 @@
-"""The file scores.json of an output folder: the scores of all models evaluated with this --out."""
+"""The file scores.json of an output folder: the scores of all models evaluated into it (`--out`)."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 from pretrain.common.run_files import SCORES
 
-MODEL = "model"  # key of the model's description in its entry; the other keys are names of scores
+MODEL = "model"  # key of the model's description in each entry of scores.json; the other keys are names of scores
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
@@ -22,25 +22,26 @@ def read_models(out: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path}: damaged ({error!r}). Remove it, and evaluate the models again.") from None
 
 
-def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
+def write_scores(out: Path, model_info: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Add or replace scores of a model in the folder `out`, and return the scores of all its models.
 
-    Other processes may write into the folder at the same time. Raises `InputError` as `check_model` does.
+    Other processes may write there at the same time. `model_info` has the keys name, folder and fingerprint, among
+    others. Raises `InputError` in the same cases as `check_model`.
     """
     with locked(out / f".{SCORES}.lock"):
-        check_model(out, model)
+        check_model(out, model_info)
         models = {entry[MODEL]["name"]: entry for entry in read_models(out)}
-        models[model["name"]] = {**models.get(model["name"], {}), MODEL: dict(model), **scores}
+        models[model_info["name"]] = {**models.get(model_info["name"], {}), MODEL: dict(model_info), **scores}
         write_json(out / SCORES, {"models": list(models.values())})
         return read_models(out)
 
 
-def check_model(out: Path, model: Mapping[str, Any]) -> None:
+def check_model(out: Path, model_info: Mapping[str, Any]) -> None:
     """Raise `InputError` if `out` has scores of a different model with the same name, or its scores.json is damaged."""
     for entry in read_models(out):
         recorded = entry[MODEL]
-        if recorded["name"] == model["name"] and recorded["fingerprint"] != model["fingerprint"]:
+        if recorded["name"] == model_info["name"] and recorded["fingerprint"] != model_info["fingerprint"]:
             raise InputError(
-                f"{out / SCORES}: has scores of another model named {recorded['name']} ({recorded['folder']}, or an "
-                "older version of it). Give another --name or --out."
+                f"{out / SCORES}: has scores of another model named {recorded['name']}, or an earlier version of this "
+                f"one (evaluated from {recorded['folder']}). Choose another --name or --out."
             )

@@ -9,10 +9,10 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import is_custom, load_custom
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 
 
-class KIND:
+class INTERFACE:
     """Contract of a custom metric, checked when it is loaded."""
 
     @staticmethod
@@ -30,7 +30,7 @@ def metric_error(setting: str, built_in: Iterable[str]) -> str:
     if is_custom(setting):
         is_valid = re.fullmatch(r"[\w.]+:\w+", setting)
         return "" if is_valid else f"{setting!r} is not of the form module:function, such as my_package.scores:name"
-    return not_one_of(setting, built_in) if setting and setting not in built_in else ""
+    return unknown_name_message(setting, built_in) if setting and setting not in built_in else ""
 
 
 def metric_name(setting: str) -> str:

@@ -14,7 +14,7 @@ from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.common.sections import Section, is_section
 
-KIND = Contract("TASK", Task, ("settings_type", "head", "summary"))
+INTERFACE = Contract("TASK", Task, ("settings_type", "head", "summary"))
 
 TASKS: tuple[type[Task[Any]], ...] = (Classification, Entities, Questions)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
+from pretrain.checkpoint.layouts import Architecture, StackedName, TaskHead, encoder_shapes, task_head
 from pretrain.checkpoint.mapping import LEFT_OUT, MappedTensor
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -70,7 +70,7 @@ class Released:
 
 
 def assemble(
-    tensors: Mapping[str, Tensor], facts: ReleasedFacts, config: dict[str, Any], *, where: str = "checkpoint"
+    tensors: Mapping[str, Tensor], arch: Architecture, config: dict[str, Any], *, where: str = "checkpoint"
 ) -> Released:
     """Assemble the model from a family's `tensors`, by the family's names.
 
@@ -80,16 +80,16 @@ def assemble(
     Raises:
         InputError: the backbone is incomplete; `where`, the name of the file, is for the message.
     """
-    layout, model = facts.layout, facts.model
-    heads = _head_shapes(facts, task_head(layout.family, config, model, "sequence"))
-    source = _Source(tensors, facts, heads, where)
+    layout, model = arch.layout, arch.model
+    heads = _head_shapes(arch, task_head(layout.family, config, model, "sequence"))
+    source = _Source(tensors, arch, heads, where)
     if prefix := _wrapper_prefix(source):
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(stripped) == len(tensors):
-            released = assemble(stripped, facts, config, where=where)
+            released = assemble(stripped, arch, config, where=where)
             mapping = (mapped._replace(name=name) for mapped, name in zip(released.mapping, tensors, strict=True))
             return replace(released, mapping=tuple(mapping))
-    backbone = _backbone(source, facts)
+    backbone = _backbone(source, arch)
     head_state: dict[str, Tensor] = {}
     parameter_of = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
@@ -117,7 +117,7 @@ def assemble(
         head={ours.removeprefix("head."): tensor for ours, tensor in head_state.items() if ours.startswith("head.")},
         config=config,
         mapping=tuple(MappedTensor(name, tuple(tensor.shape), targets[name]) for name, tensor in tensors.items()),
-        token_types=facts.token_types,
+        token_types=arch.token_types,
         pretraining=_in_module_order(head_state),
     )
 
@@ -136,8 +136,8 @@ class _Chunk(NamedTuple):
 class _Source:
     """The tensors of a file, and the location of each of our parameters in them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, heads: list[Shapes], where: str) -> None:
-        self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
+    def __init__(self, tensors: Mapping[str, Tensor], arch: Architecture, heads: list[Shapes], where: str) -> None:
+        self.tensors, self.layout, self.model, self.where = tensors, arch.layout, arch.model, where
         parameters = self._parameters_by_name(heads)
         self.chunks: dict[StackedName, _Chunk] = {}
         for name in tensors:
@@ -204,7 +204,7 @@ def _wrapper_prefix(source: _Source) -> str:
     if StackedName("embeddings.word") in source.chunks:
         return ""
     (full,) = source.layout.names("embeddings.word")
-    for known in (full, *(full[full.index(bare) :] for bare in source.layout.unprefixed if bare in full)):
+    for known in (full, *(full[full.index(bare) :] for bare in source.layout.bare_prefixes if bare in full)):
         if name := next((name for name in source.tensors if name.endswith(f".{known}")), ""):
             return name.removesuffix(known)
     return ""
@@ -213,17 +213,17 @@ def _wrapper_prefix(source: _Source) -> str:
 # ---- the backbone
 
 
-def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
+def _backbone(source: _Source, arch: Architecture) -> dict[str, Tensor]:
     """Return the state dict of the encoder; every tensor must exist in the expected shape."""
     word = source.chunks.get(StackedName("embeddings.word"))
     rows = len(source.tensors[word.name]) if word else 0  # padding rows included
     state: dict[str, Tensor] = {}
-    for ours, shape in encoder_shapes(facts.model, rows).items():
+    for ours, shape in encoder_shapes(arch.model, rows).items():
         if ours == "embeddings.token_type":
-            state[ours] = _token_types(source, shape, facts.token_types)
+            state[ours] = _token_types(source, shape, arch.token_types)
         elif ours == "embeddings.position":
-            padded_shape = (shape[0] + facts.first_position, *shape[1:])
-            state[ours] = _gather(source, ours, padded_shape)[facts.first_position :]
+            padded_shape = (shape[0] + arch.first_position, *shape[1:])
+            state[ours] = _gather(source, ours, padded_shape)[arch.first_position :]
         else:
             state[ours] = _gather(source, ours, shape)
     return state
@@ -261,15 +261,15 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
 # ---- the heads
 
 
-def _head_shapes(facts: ReleasedFacts, head: TaskHead) -> list[Shapes]:
+def _head_shapes(arch: Architecture, head: TaskHead) -> list[Shapes]:
     """Return the shapes of each head's parameters. `head` is the task head for sequences, which has the most layers."""
-    hidden, layout = facts.model.hidden, facts.layout
+    hidden, layout = arch.model.hidden, arch.layout
     norm = {f"head.norm_{kind}": (hidden,) for kind in get_norm(head.norm).parameters} if head.norm else {}
     bias: Shapes = {"head.dense_bias": (hidden,)} if head.bias else {}
     pretraining: Shapes = {
         f"heads.{parameter.name}": parameter.shape
         # The size of the vocabulary is not known before the word embeddings are read.
-        for parameter in head_parameters(facts.model, 0, layout.next_sentence)
+        for parameter in head_parameters(arch.model, 0, layout.next_sentence)
     }
     pretraining |= {
         name: (None, *pretraining[name][1:]) for name in ("heads.mlm_bias", "heads.decoder") if name in pretraining

@@ -16,7 +16,7 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, BERTRAIN, LAYOUTS, layout_of, unsupported_parts, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import with_position_table, write_part, written_facts
+from pretrain.checkpoint.released_writer import with_position_table, write_part, written_architecture
 from pretrain.checkpoint.sentence_transformers import SENTENCE, write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, corpus_of
 from pretrain.checkpoint.weight_files import atomic_folder
@@ -86,20 +86,20 @@ def export(
     config = _roberta_fields(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
         state = _with_equal_types(state)
-    facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
+    arch, ids = written_architecture(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
     config = config if config is not None or family or layout is not BERT else _BERT_FIELDS
     class_suffix = class_suffix or ("ForPreTraining" if next_sentence else "ForMaskedLM")
-    values = write_config(config or {}, facts, class_suffix, rows, ids["pad"], ids)
+    values = write_config(config or {}, arch, class_suffix, rows, ids["pad"], ids)
     skipped_prefixes = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     exported = {name: tensor for name, tensor in state.items() if not name.startswith(skipped_prefixes)}
     with atomic_folder(out) as temporary:
         # Otherwise, transformers would pass token types to a model that accepts none.
-        fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
+        fields: dict[str, Any] = {} if arch.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
-        write_part(temporary, values, exported, facts, tokenizer, fields=fields)
+        write_part(temporary, values, exported, arch, tokenizer, fields=fields)
         write_sentence_files(sentence_files or {}, temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
 

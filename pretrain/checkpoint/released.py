@@ -1,6 +1,6 @@
 """Reads released encoders, and our runs and exports, from their folders (invariant 6 in docs/invariants.md).
 
-The families of `layouts` are read as transformers writes them, and BERT also as NVIDIA writes it.
+Reads every family of `layouts` in transformers' format, and BERT in NVIDIA's format too.
 `layouts` defines the names, `assembly` assembles the model, and `released_writer` writes fine-tuned models.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import BERTRAIN, Layout, ReleasedFacts, layout_of, read_config, unsupported_parts
+from pretrain.checkpoint.layouts import BERTRAIN, Architecture, Layout, layout_of, read_config, unsupported_parts
 from pretrain.checkpoint.layouts.pooled import POOLING, unwrap
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.released_writer import with_position_table
@@ -25,7 +25,7 @@ from pretrain.config import ModelConfig, config_of
 from pretrain.objectives import make_objective
 from pretrain.storage.runs import fetched_model
 
-__all__ = ["Released", "read_released", "read_shape", "unsupported_in_transformers"]
+__all__ = ["Released", "read_model_config", "read_released", "unsupported_in_transformers"]
 
 
 def read_released(folder: Path) -> Released:
@@ -38,18 +38,18 @@ def read_released(folder: Path) -> Released:
     model_folder = _model_folder(folder)
     if is_run(model_folder):
         return _read_run(model_folder)
-    config, facts = _read_config(folder, model_folder)
+    config, arch = _read_config(folder, model_folder)
     path, tensors = read_weights(model_folder)
     with one_thread():
-        released = assemble(tensors, facts, config, where=str(path))
+        released = assemble(tensors, arch, config, where=str(path))
     # If the family has no pooling in config.json, it comes from sentence-transformers or from one of our exports.
-    is_native = POOLING in facts.layout.values_of(facts.model, config)
-    pooling = "" if is_native else config.get(POOLING, "")
-    return replace(released, sentence_files=sentence_files(folder, facts.model, pooling))
+    has_own_pooling = POOLING in arch.layout.values_of(arch.model, config)
+    pooling = "" if has_own_pooling else config.get(POOLING, "")
+    return replace(released, sentence_files=sentence_files(folder, arch.model, pooling))
 
 
-def read_shape(location: Path | str) -> ModelConfig:
-    """Read the shape of the model in a folder or at an address, without weights; `InputError` if there is none."""
+def read_model_config(location: Path | str) -> ModelConfig:
+    """Read the config of the model in a folder or at an address, without weights; `InputError` if there is none."""
     model_folder = _model_folder(folder := fetched_model(location))
     if is_run(model_folder):
         return with_position_table(config_of(model_folder).model, {})[0]
@@ -65,8 +65,8 @@ def _model_folder(folder: Path) -> Path:
 def unsupported_in_transformers(folder: Path) -> str:
     """Return the settings that keep transformers from loading the model, or ""; `InputError` for a bad config.json."""
     path = _config_path(folder)
-    facts = _facts(unwrap(read_json(path)), path)
-    return unsupported_parts(facts.model) if facts.layout is BERTRAIN else ""
+    arch = _to_architecture(unwrap(read_json(path)), path)
+    return unsupported_parts(arch.model) if arch.layout is BERTRAIN else ""
 
 
 def _config_path(folder: Path) -> Path:
@@ -76,30 +76,30 @@ def _config_path(folder: Path) -> Path:
     return found
 
 
-def _read_config(folder: Path, model_folder: Path) -> tuple[dict[str, Any], ReleasedFacts]:
+def _read_config(folder: Path, model_folder: Path) -> tuple[dict[str, Any], Architecture]:
     """Read the family's config.json; the pooling that `folder` declares for sentence-transformers takes precedence."""
     path = _config_path(model_folder)
     config = {**unwrap(read_json(path)), **sentence_pooling(folder)}
-    return config, _facts(config, path)
+    return config, _to_architecture(config, path)
 
 
-def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
+def _to_architecture(config: dict[str, Any], path: Path) -> Architecture:
     try:
         return read_config(config)
     except KeyError as error:
         raise InputError(f"{path}: {error} is missing. Use the config.json of an encoder.") from None
     except (ValueError, AttributeError, TypeError) as error:  # pydantic's errors are ValueErrors
         reason = " ".join(str(error).split())
-        raise InputError(f"{path}: not a model that our encoder supports ({reason}).") from None
+        raise InputError(f"{path}: bertrain's encoder does not support this model ({reason}).") from None
 
 
 def _read_run(folder: Path) -> Released:
     checkpoint = store.choose(folder / "checkpoints", None)
-    exported = make_objective(config_of(folder)).exported[-1]
-    state = exported.weights(store.read_weights(checkpoint))
-    # Parameters that fine-tuning adds get BERT's initialization, as with an export, which records no attention_init.
-    model, state = with_position_table(exported.shape.model_copy(update={"attention_init": "normal"}), state)
-    layout = layout_of(model, exported.layout)
+    export_spec = make_objective(config_of(folder)).exported[-1]  # the last one is the main model
+    state = export_spec.weights(store.read_weights(checkpoint))
+    # Parameters that fine-tuning adds are initialized as in BERT, like after an export (it records no attention_init).
+    model, state = with_position_table(export_spec.shape.model_copy(update={"attention_init": "normal"}), state)
+    layout = layout_of(model, export_spec.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     renamed = {name: task_name for name in pretraining if (task_name := _task_head_name(name, layout))}
     return Released(
@@ -117,6 +117,6 @@ def _read_run(folder: Path) -> Released:
 
 def _task_head_name(name: str, layout: Layout) -> str:
     """Return the task-head parameter that is stored as the same tensor as the pretraining parameter `name`, or ""."""
-    kind = name.rpartition("_")[2]
-    candidates = (f"head.{module}_{kind}" for module in ("dense", "norm"))
+    suffix = name.rpartition("_")[2]  # "weight" or "bias"
+    candidates = (f"head.{module}_{suffix}" for module in ("dense", "norm"))
     return next((ours for ours in candidates if layout.names(name) == layout.names(ours) != []), "")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, Layout, ReleasedFacts, pooled, task_head, write_config
+from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, Architecture, Layout, pooled, task_head, write_config
 from pretrain.checkpoint.sentence_transformers import write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
 from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, atomic_folder, save_weights
@@ -68,36 +68,36 @@ def write_released(
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
     labels = _labels(config, len(head["out_weight"]), purpose)
     tokenizer = ModelTokenizer.read(tokenizer_folder)
-    facts, ids = written_facts(layout, model, backbone, config, tokenizer.special_ids)
+    arch, ids = written_architecture(layout, model, backbone, config, tokenizer.special_ids)
     rows = len(backbone["embeddings.word"])
-    values = write_config({**config, **labels}, facts, _CLASS_SUFFIXES[purpose], rows, ids["pad"], ids)
+    values = write_config({**config, **labels}, arch, _CLASS_SUFFIXES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
     parts = {"": (values, state)}
     with atomic_folder(out) as target:
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, target / pooled.MODELING_FILE)
-            parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
+            parts[pooled.ENCODER] = write_config(config, arch, "Model", rows, ids["pad"], ids), dict(backbone)
         for subfolder, (content, tensors) in parts.items():
-            write_part(target / subfolder, content, tensors, facts, tokenizer, purpose, for_words=purpose == "tokens")
+            write_part(target / subfolder, content, tensors, arch, tokenizer, purpose, for_words=purpose == "tokens")
         write_sentence_files({} if layout is BERTRAIN else sentence_files or {}, target / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (target / name).write_text(text, encoding="utf-8")
 
 
-def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence") -> dict[str, Tensor]:
+def released_tensors(state: Mapping[str, Tensor], arch: Architecture, purpose: str = "sequence") -> dict[str, Tensor]:
     """Return our parameters under a family's names, fp32, each with separate storage; a tied decoder is left out.
 
     `purpose` is the task of head.out.
     """
-    layout = facts.layout
+    layout = arch.layout
     state = {name: tensor.detach().float() for name, tensor in state.items()}
-    if facts.token_types == 0 and "embeddings.token_type" in state:
+    if arch.token_types == 0 and "embeddings.token_type" in state:
         # Every token has type 0, so the type's embedding can be added to the positions.
         type_embeddings = state.pop("embeddings.token_type")
         state["embeddings.position"] = state["embeddings.position"] + type_embeddings[0]
-    elif facts.token_types == 1:
+    elif arch.token_types == 1:
         state["embeddings.token_type"] = state["embeddings.token_type"][:1]
-    if first_position := facts.first_position:
+    if first_position := arch.first_position:
         # The position table starts with rows that no token uses.
         positions = state["embeddings.position"]
         unused = positions.new_zeros(first_position, positions.shape[1])
@@ -110,7 +110,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
                 f"{ours}: the layout of {layout.family} has no such parameter. Leave it out of the objective's "
                 "exports, as docs/extend/add-an-objective.md shows."
             )
-        if not facts.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
+        if not arch.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
             # transformers reads BERT's separate bias only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors rejects tensors that share their storage.
@@ -127,14 +127,14 @@ def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tupl
     return model.model_copy(update={"positions": "learned"}), {**state, "embeddings.position": table}
 
 
-def written_facts(
+def written_architecture(
     layout: Layout,
     model: ModelConfig,
     backbone: Mapping[str, Tensor],
     config: Mapping[str, Any],
     special_ids: Mapping[str, int],
-) -> tuple[ReleasedFacts, dict[str, int | None]]:
-    """Return the facts that determine config.json, and the ids of special tokens by role.
+) -> tuple[Architecture, dict[str, int | None]]:
+    """Return the architecture that determines config.json, and the ids of special tokens by role.
 
     Args:
         config: config.json of the model that was read, whose pad_token_id takes precedence; {} for our runs.
@@ -143,28 +143,28 @@ def written_facts(
     ids: dict[str, int | None] = {"pad": None, **special_ids}
     if (pad := config.get("pad_token_id")) is not None:
         ids["pad"] = pad
-    token_types = 0 if layout.token_types is None or not model.token_types else 2
+    token_types = 0 if layout.default_token_types is None or not model.token_types else 2
     if token_types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
         token_types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
     first_position = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
-    return ReleasedFacts(layout, model, token_types, first_position), ids
+    return Architecture(layout, model, token_types, first_position), ids
 
 
 def write_part(
     folder: Path,
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
-    facts: ReleasedFacts,
+    arch: Architecture,
     tokenizer: ModelTokenizer,
     purpose: str = "sequence",
     **options: Any,
 ) -> None:
     """Write weights, config.json and tokenizer of a model to a folder; `options` are passed on to `copy_tokenizer`."""
-    layout, limit = facts.layout, facts.model.max_positions
+    layout, limit = arch.layout, arch.model.max_positions
     prefix = layout.variants.get(pooled.unwrap(config)["model_type"], layout.class_prefix)
     tokenizer_class = layout.tokenizer_class or f"{prefix}Tokenizer"
     folder.mkdir(exist_ok=True)
-    save_weights(released_tensors(state, facts, purpose), folder / WEIGHTS, FOR_TRANSFORMERS)
+    save_weights(released_tensors(state, arch, purpose), folder / WEIGHTS, FOR_TRANSFORMERS)
     write_json(folder / "config.json", config)
     copy_tokenizer(tokenizer, folder, tokenizer_class=tokenizer_class, max_positions=limit, **options)
 

@@ -1,8 +1,8 @@
-"""Kinds (of sources, for example): each is a module of a package, so adding a file adds a kind.
+"""Plugins by name: each module of a package such as `pretrain.corpus.sources` is a kind (here, a kind of source).
 
-A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
+A kind is named after its module. The names come from the package's folder, so a config is checked without importing
 any kind. A module is imported when its kind is used. A name with a dot is a custom module
-(`pretrain.common.extensions`). The package's `KIND` is the interface that its modules must implement.
+(`pretrain.common.extensions`). The package's `INTERFACE` is the interface that its modules must implement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kind_names(package: str) -> list[str]:
 
 
 def check_kind(package: str, name: str) -> None:
-    """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be a custom module."""
+    """Raise `ValueError`, suggesting the closest name, if `name` is neither a module of `package` nor a custom name."""
     if extensions.is_custom(name):
         extensions.check_name(name)
     else:
@@ -37,17 +37,17 @@ def check_kind(package: str, name: str) -> None:
 
 def _check_built_in(package: str, name: str) -> None:
     if name not in (names := kind_names(package)):
-        raise ValueError(not_one_of(name, names))
+        raise ValueError(unknown_name_message(name, names))
 
 
-def not_one_of(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the known `names` and the most similar one."""
+def unknown_name_message(name: str, names: Iterable[str]) -> str:
+    """Return the message for an unknown name, with the known `names` and the most similar one."""
     known = list(names)
     return f"{name!r} is not one of {', '.join(known)}; {did_you_mean(name, known) or 'choose one.'}"
 
 
 def load_kind(package: str, name: str) -> ModuleType:
-    """Return the module of the kind `name`; raises `ValueError` as `check_kind` does.
+    """Return the module of the kind `name`; raises `ValueError` in the same cases as `check_kind`.
 
     Raises `InputError` if a custom module cannot be imported, or does not implement the kind's interface.
     """
@@ -56,13 +56,13 @@ def load_kind(package: str, name: str) -> ModuleType:
         module = importlib.import_module(f"{package}.{name}")
     else:
         module = extensions.load_custom(name)
-    contract = getattr(importlib.import_module(package), "KIND", None)
-    if contract is not None:
-        contract.check(module, name)
+    interface = getattr(importlib.import_module(package), "INTERFACE", None)
+    if interface is not None:
+        interface.check(module, name)
     return module
 
 
-def import_kind(package: str, name: str, folder: Path | None) -> None:
+def import_custom_kind(package: str, name: str, folder: Path | None) -> None:
     """Import a custom module, and check it as `load_kind` does.
 
     Raises `InputError`. If the module is not found, the error suggests a similar built-in kind.
@@ -70,7 +70,7 @@ def import_kind(package: str, name: str, folder: Path | None) -> None:
     try:
         extensions.import_modules([name], folder)
     except InputError as error:
-        has_package = name.partition(".")[0] in sys.modules
-        nearest = "" if has_package else did_you_mean(name.rpartition(".")[2], kind_names(package))
+        is_package_imported = name.partition(".")[0] in sys.modules
+        nearest = "" if is_package_imported else did_you_mean(name.rpartition(".")[2], kind_names(package))
         raise InputError(f"{error}{nearest and f' Of the built-in kinds, {nearest}'}") from None
     load_kind(package, name)

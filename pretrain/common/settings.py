@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from pretrain.common.commands import run_argument
 from pretrain.common.errors import InputError, is_control, printable, version_mismatch
 from pretrain.common.examples import config_path
-from pretrain.common.kinds import import_kind
+from pretrain.common.kinds import import_custom_kind
 from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, field_at
 from pretrain.common.setting_errors import describe_expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
@@ -69,7 +69,7 @@ def import_named(settings: Section, folder: Path | None = None, where: Callable[
     """
     for keys, package, name in settings.custom_modules():
         try:
-            import_kind(package, name, folder)
+            import_custom_kind(package, name, folder)
         except InputError as error:
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 

@@ -15,12 +15,7 @@ from pretrain.config.data import (
     VocabularyConfig,
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
-from pretrain.config.filters import (
-    ContaminationConfig,
-    EvaluationSetConfig,
-    FiltersConfig,
-    NearDuplicatesConfig,
-)
+from pretrain.config.filters import ContaminationConfig, EvaluationSetConfig, FiltersConfig, NearDuplicatesConfig
 from pretrain.config.model import FLASH_WIDTHS, MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
@@ -31,13 +26,16 @@ from pretrain.config.resume import (
     used_start_from,
     with_precision,
 )
-from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, config_of, load_config
-from pretrain.config.schedule import (
-    EvaluationConfig,
-    OptimizerConfig,
-    PhaseConfig,
-    PretrainOptimizerConfig,
+from pretrain.config.run import (
+    ConfigT,
+    PretrainConfig,
+    RunConfig,
+    SchedulingConfig,
+    TrackingConfig,
+    config_of,
+    load_config,
 )
+from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig, PretrainOptimizerConfig
 
 __all__ = [
     "FLASH_WIDTHS",
@@ -47,6 +45,7 @@ __all__ = [
     "SOURCES",
     "AdaptationConfig",
     "CheckpointConfig",
+    "ConfigT",
     "ContaminationConfig",
     "CorpusConfig",
     "DistillationConfig",
@@ -64,7 +63,6 @@ __all__ = [
     "Precision",
     "PretrainConfig",
     "PretrainOptimizerConfig",
-    "R",
     "RunConfig",
     "SchedulingConfig",
     "SourceConfig",

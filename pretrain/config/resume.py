@@ -10,7 +10,7 @@ from pretrain.common.addresses import local_run
 from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
-from pretrain.config.run import PretrainConfig, R, RunConfig
+from pretrain.config.run import ConfigT, PretrainConfig, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
 MIXING_SETTINGS = ("weights", "temperature", "max_epochs")
@@ -93,14 +93,14 @@ def _first_steps(config: PretrainConfig, count: int) -> PretrainConfig:
     return config.model_copy(update={"phases": tuple(phases)})
 
 
-def keep_precision(config: R, before: RunConfig) -> R:
+def keep_precision(config: ConfigT, before: RunConfig) -> ConfigT:
     """Return `config` with the precision auto replaced by the one in `before`, which the run's start resolved."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)
 
 
-def with_precision(config: R, precision: Precision) -> R:
+def with_precision(config: ConfigT, precision: Precision) -> ConfigT:
     """Return `config` with this `engine.precision`."""
     return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
 

@@ -30,7 +30,7 @@ from pretrain.config.schedule import (
 OBJECTIVES, CALLBACKS = "pretrain.objectives", "pretrain.run.callbacks"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
-R = TypeVar("R", bound="RunConfig")
+ConfigT = TypeVar("ConfigT", bound="RunConfig")
 
 
 class TrackingConfig(Section):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.formats import kind_warnings
@@ -73,7 +73,7 @@ def check_weights(config: PretrainConfig) -> None:
         source_names |= dict.fromkeys(source["name"] for source in prepared["sources"])
     for index, name in weighted:
         if name not in source_names:
-            raise InputError(f"phases.{index}.weights: {not_one_of(name, list(source_names))}")
+            raise InputError(f"phases.{index}.weights: {unknown_name_message(name, list(source_names))}")
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError, MachineError, version_mismatch
 from pretrain.common.files import MANIFEST, allow_open_files, atomic_open, sha256_file, verify_manifest, write_json
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 from pretrain.corpus.block_cache import BlockCache
 from pretrain.corpus.blocks import BLOCK, write_blocks
 
@@ -112,7 +112,7 @@ class TokenShards:
         names = [source["name"] for source in self.sources if "name" in source] if overrides else []
         for name in overrides:
             if name not in names:
-                raise InputError(f"{where}: {not_one_of(name, names)}")
+                raise InputError(f"{where}: {unknown_name_message(name, names)}")
         weights = [float(overrides.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
         if overrides and not any(w for w, source in zip(weights, self.sources, strict=True) if "name" in source):
             raise InputError(f"{where}: all weights are 0. Give one of {', '.join(names)} a positive weight.")

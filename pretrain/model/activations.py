@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,5 +58,5 @@ ACTIVATIONS: dict[str, Activation] = {
 def get_activation(name: str) -> Activation:
     """Return the activation that `model.activation` names. Raises `InputError` for an unknown name."""
     if name not in ACTIVATIONS:
-        raise InputError(f"model.activation: {not_one_of(name, ACTIVATIONS)}")
+        raise InputError(f"model.activation: {unknown_name_message(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]

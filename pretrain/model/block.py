@@ -26,7 +26,7 @@ from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import prefer_native
 from pretrain.model.kernels.products import linear_product
-from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
+from pretrain.model.kernels.rounding import num_padding_rows, pad_rows
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import layer_parameters
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         context_TH = self_attention(normed_TH, ProjectionWeights.of(self, shape), layout, options)
         seeds_T = layout.seeds
         if layout.queries is not None:  # the context is [R, H] already
-            queries_R = pad_rows(layout.queries, padding := rows_to_pad(len(layout.queries), hidden_TH))
+            queries_R = pad_rows(layout.queries, padding := num_padding_rows(len(layout.queries), hidden_TH))
             hidden_TH, seeds_T, context_TH = (
                 hidden_TH.index_select(0, queries_R),
                 seeds_T[queries_R],

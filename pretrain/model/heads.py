@@ -16,7 +16,7 @@ from pretrain.model.encoder import Encoder
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.layout import UnpaddedBatch
-from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
+from pretrain.model.kernels.rounding import num_padding_rows, pad_rows
 from pretrain.model.parameters import head_parameters
 
 _IGNORED_LABEL = -100  # label of positions that the loss ignores
@@ -72,7 +72,7 @@ class PretrainingModel(Encoder):
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """Return [K, V], the logits over the vocabulary at the masked positions."""
         hidden_KH = self.encode(batch, batch.masked_rows)
-        padded_KH = pad_rows(hidden_KH, rows_to_pad(len(hidden_KH), hidden_KH))
+        padded_KH = pad_rows(hidden_KH, num_padding_rows(len(hidden_KH), hidden_KH))
         transformed_KH = self.heads.transform(padded_KH, self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)[: len(hidden_KH)]
 
@@ -115,7 +115,7 @@ class Heads(nn.Module):
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
         """Return the losses; `hidden_RH` has the pooled state of each sequence, then the state of each masked token."""
         sequence_count = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        padding = rows_to_pad(len(masked_labels_K), hidden_RH)
+        padding = num_padding_rows(len(masked_labels_K), hidden_RH)
         transformed_KH = self.transform(pad_rows(hidden_RH[sequence_count:], padding), self.fused)
         masked_labels_K = pad_rows(masked_labels_K, padding, _IGNORED_LABEL)
         mlm_loss, mlm_correct = vocabulary_losses(

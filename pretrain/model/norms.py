@@ -1,6 +1,6 @@
 """The norms that `model.norm` can select: function and parameters of each. BERT's LayerNorm is in `block.py`.
 
-Cost estimates read this table without torch, so a norm imports torch itself.
+Cost estimates import this module without torch, so each function imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,10 @@ class Norm(NamedTuple):
     """A norm over the last axis.
 
     Attributes:
-        function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision; returns the same shape
-            and dtype. None means BERT's LayerNorm, `block.layer_norm`.
-        parameters: initial values by kind, such as "weight", in the order of the arguments. Each parameter is a vector
-            [width], named after its norm and its kind: `ffn_norm_weight`.
+        function: `function(x, *parameters, eps)` with x [..., width], which is fp32 in all runs; returns the same
+            shape and dtype. None means BERT's LayerNorm, `block.layer_norm`.
+        parameters: initial value of each parameter, such as "weight", in the order of the arguments. Each is a vector
+            [width], whose full name includes the norm: `ffn_norm_weight`.
         saved: number of tensors of x's size that torch keeps for the backward pass of an uncompiled layer.
     """
 
@@ -41,7 +41,7 @@ def layer_norm_no_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467): root mean square 1, then scaled."""
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) scales x to a root mean square of 1, then by `weight`."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(x.dtype)
 
 
@@ -61,5 +61,5 @@ NORMS: dict[str, Norm] = {
 def get_norm(name: str) -> Norm:
     """Return the norm that `model.norm` names. Raises `InputError` for an unknown name."""
     if name not in NORMS:
-        raise InputError(f"model.norm: {not_one_of(name, NORMS)}")
+        raise InputError(f"model.norm: {unknown_name_message(name, NORMS)}")
     return NORMS[name]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.measured import cached_rate
-from pretrain.config import EngineConfig, Precision, R, with_precision
+from pretrain.config import ConfigT, EngineConfig, Precision, with_precision
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ def choose_local_precision() -> PrecisionChoice:
     return choose_precision([capabilities(torch.device("cuda", index)) for index in range(torch.cuda.device_count())])
 
 
-def resolve_local_precision(config: R) -> tuple[R, str]:
+def resolve_local_precision(config: ConfigT) -> tuple[ConfigT, str]:
     """Return (config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"
@@ -185,7 +185,7 @@ def resolve_local_precision(config: R) -> tuple[R, str]:
     return with_precision(config, choice.precision), choice.reason
 
 
-def resolve_precision(config: R, hardware: str = "") -> tuple[R, str]:
+def resolve_precision(config: ConfigT, hardware: str = "") -> tuple[ConfigT, str]:
     """Return (config with its precision chosen for `hardware` such as "V100", or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or hardware) or hardware == "here":

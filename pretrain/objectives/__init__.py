@@ -23,7 +23,7 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
 }
 """Module name -> function that returns whether a config selects it. Modules are imported on use: they need torch."""
 
-KIND = Contract("OBJECTIVE", Objective)  # what `load_kind` requires of a custom module
+INTERFACE = Contract("OBJECTIVE", Objective)  # what `load_kind` requires of a custom module
 _custom: dict[str, type[Objective]] = {}  # custom objectives used so far, by module name, for `objective_metrics`
 
 

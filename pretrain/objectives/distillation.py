@@ -50,8 +50,8 @@ class Distillation(MaskedTokens):
         **MaskedTokens.metrics,
         "distil_loss": Metric(
             "nats",
-            "KL divergence from the teacher's predictions per masked token, both at the distillation temperature, "
-            "times its square; mean since the last record.",
+            "KL divergence between teacher and student per masked token, both at the distillation temperature T, "
+            "times T²; mean since the last record.",
             "Divergence from the teacher",
             "distil loss",
             live=True,

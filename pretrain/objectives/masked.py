@@ -24,7 +24,9 @@ PAIR_METRICS = {
         "fraction", "Accuracy on sentence pairs since the last record.", "NSP accuracy", "nsp", live=True
     ),
     "sop_loss": Metric(
-        "nats", "Cross-entropy per sentence pair, in order or swapped; mean since the last record.", "SOP loss"
+        "nats",
+        "Cross-entropy of predicting whether a sentence pair is swapped; mean since the last record.",
+        "SOP loss",
     ),
     "sop_accuracy": Metric(
         "fraction", "Accuracy on sentence pairs since the last record.", "SOP accuracy", "sop", live=True

@@ -19,7 +19,7 @@ from pretrain.batches.source import SourceSamples
 from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import unknown_name_message
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.prepare import ReadingCounter
 from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
@@ -151,7 +151,7 @@ def _check_weights(config: PretrainConfig, manifest: dict[str, Any]) -> None:
     for index, phase in enumerate(config.phases):
         if unknown := [name for name in phase.weights if name not in names]:
             advice = "`prepare` adds the sources of a config to its corpus."
-            raise InputError(f"phases.{index}.weights: {not_one_of(unknown[0], names)} {advice}")
+            raise InputError(f"phases.{index}.weights: {unknown_name_message(unknown[0], names)} {advice}")
 
 
 def _card_readings(config: PretrainConfig) -> list[Reading]:

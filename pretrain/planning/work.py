@@ -69,10 +69,10 @@ def read_frozen_config(config: PretrainConfig) -> ModelConfig | None:
     objective = make_objective(config)
     if not objective.frozen_role:
         return None
-    from pretrain.checkpoint.released import read_shape
+    from pretrain.checkpoint.released import read_model_config
 
     try:
-        return read_shape(attrgetter(objective.setting)(config))
+        return read_model_config(attrgetter(objective.setting)(config))
     except InputError:  # the frozen model may not be trained yet
         return None
 

@@ -13,13 +13,13 @@ from pretrain.common.files import atomic_open
 
 _HTML_START = b"<!doctype html"
 _TEMPLATES = Path(__file__).parent / "templates"
-DATE_FORMAT = "%Y-%m-%d %H:%M UTC"  # for strftime
+TIMESTAMP_FORMAT = "%Y-%m-%d %H:%M UTC"  # for strftime
 
 
 def write_page(out: Path, template: str, **values: Any) -> Path:
-    """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
+    """Render `template` with `values` and `written_at` (the current time) and write it to `out` atomically.
 
-    Raises `InputError` if `out` is a file but not an HTML page, such as a file of the run.
+    Raises `InputError` if `out` is an existing file other than an HTML page, for example a file of the run.
     """
     import jinja2
 
@@ -32,8 +32,8 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    written = datetime.datetime.now(datetime.timezone.utc).strftime(DATE_FORMAT)
-    page = templates.get_template(template).render(**values, written=written)
+    written_at = datetime.datetime.now(datetime.timezone.utc).strftime(TIMESTAMP_FORMAT)
+    page = templates.get_template(template).render(**values, written_at=written_at)
     with atomic_open(out, "w") as file:
         file.write(page)
     return out
@@ -65,7 +65,7 @@ def make_server(write: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
 
 
 def serve(write: Callable[[], Path]) -> None:
-    """Serve the page that `write` writes until Ctrl-C."""
+    """Serve the page that `write` writes, until Ctrl-C is pressed."""
     with make_server(write) as server, contextlib.suppress(KeyboardInterrupt):
-        print(f"http://127.0.0.1:{server.server_port}: redraws the page while it is open; Ctrl-C stops", flush=True)
+        print(f"Live page: http://127.0.0.1:{server.server_port} (press Ctrl-C to stop the server)", flush=True)
         server.serve_forever()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pretrain.common.files import read_json
 from pretrain.common.run_files import SUMMARY
 from pretrain.common.wording import clock, score_title, shown_scores
-from pretrain.reporting.pages import DATE_FORMAT
+from pretrain.reporting.pages import TIMESTAMP_FORMAT
 from pretrain.reporting.runs import RunRecords, Score
 from pretrain.reporting.subjects import Subject, differing_settings, initial_checkpoints
 from pretrain.run.metrics import objective_metrics
@@ -61,7 +61,7 @@ def event_table(runs: Sequence[RunRecords]) -> Table:
 
 
 def _date(seconds: float | None) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE_FORMAT) if seconds else ""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(TIMESTAMP_FORMAT) if seconds else ""
 
 
 def comparison_table(runs: Sequence[RunRecords]) -> Table:

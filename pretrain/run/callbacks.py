@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 HOOKS = ("step_end", "evaluation", "checkpoint", "run_end")
 
 
-class KIND:
+class INTERFACE:
     """Checks the callbacks that the setting `callbacks` names, as `Contract` checks other kinds of extensions."""
 
     @staticmethod
@@ -67,7 +67,7 @@ def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, 
     Their classes may be defined in a notebook. Raises `InputError` for a callback that is invalid or cannot be pickled.
     """
     for index, callback in enumerate(objects):
-        KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
+        INTERFACE.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
     return tuple(map(_pickle, objects)) if pickled else tuple(objects)
 
 

@@ -19,7 +19,7 @@ from pretrain.common.packages import expect, install_command, is_installed
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker, torchrun_rank
-from pretrain.config import R, RunConfig, SchedulingConfig
+from pretrain.config import ConfigT, RunConfig, SchedulingConfig
 from pretrain.run import preflight
 from pretrain.run.callbacks import check_options, serialize_callbacks
 from pretrain.storage.runs import StoredRun, storing
@@ -28,22 +28,24 @@ from pretrain.tracking.logs import restore_on_exit
 
 
 @dataclass(frozen=True)
-class RunKind(Generic[R]):
+class RunKind(Generic[ConfigT]):
     """The parts of starting a run that differ between pretraining and fine-tuning."""
 
     target: str  # "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`
     # Called before anything is written, with the config and whether this process itself trains. Returns the number of
     # training steps, or None if the run is already finished.
-    check: Callable[[R, bool], int | None]
-    is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
-    find_changed: Callable[[R, R, int], list[str]]  # see `preflight.checked_run_folder`
+    check: Callable[[ConfigT, bool], int | None]
+    is_finished: Callable[[ConfigT], bool]  # whether the run folder contains a finished run
+    find_changed: preflight.FindChanged[ConfigT]
     metrics: Mapping[str, Metric]  # metrics in the training records, for the progress line
     # Returns a context manager around the training; on exit it may wait, if the training has finished.
-    training_context: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    training_context: Callable[[ConfigT], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # callbacks (functions and objects) in addition to the config's
 
 
-def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
+def start_run(
+    kind: RunKind[ConfigT], config: ConfigT, old_config: ConfigT | None, *, resume: bool, ray: bool, no_ray: bool
+) -> bool:
     """Check that the run can start, record it in its folder and train to the end; see `api.train` for the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
@@ -85,7 +87,7 @@ def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool
         raise _stopped_error(config.folder) from None
 
 
-def earlier_config(config: R, resume: bool) -> R | None:
+def earlier_config(config: ConfigT, resume: bool) -> ConfigT | None:
     """Return the config that an earlier start recorded, if this process starts a run with `resume`; else None."""
     return preflight.recorded_config(config) if resume and not is_follower() else None
 
@@ -191,7 +193,7 @@ def _exit_stopped(folder: Path) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _train(kind: RunKind[R], config: R, resume: bool, *, in_process: bool, ray: bool = False) -> None:
+def _train(kind: RunKind[ConfigT], config: ConfigT, resume: bool, *, in_process: bool, ray: bool = False) -> None:
     training = TrainingRequest(config.model_dump(mode="json"), resume, callbacks=kind.callbacks)
     if in_process:
         module, function = kind.target.split(":")

@@ -25,7 +25,7 @@ from pretrain.common.wording import counted
 from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
-from pretrain.run.progress import Progress, Stopwatch, Window, checkpoint_state, restore
+from pretrain.run.progress import MetricSums, Progress, Stopwatch, checkpoint_state, restore
 from pretrain.run.session import collective_timeout, latest_checkpoint
 from pretrain.run.spikes import LOSS_WINDOW, SkipCounter, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
@@ -357,7 +357,7 @@ class Fit(Generic[S]):
             "memory_bytes": engine.usage().memory_bytes,
         }
         self.recorder.log(record)
-        progress.window, self.stopwatch.excluded = Window(), dict.fromkeys(self.stopwatch.excluded, 0.0)
+        progress.window, self.stopwatch.excluded = MetricSums(), dict.fromkeys(self.stopwatch.excluded, 0.0)
         return record
 
     def evaluate(self, *, update_best: bool = True) -> None:
@@ -417,7 +417,7 @@ class Fit(Generic[S]):
             **(self.validation if is_evaluated else {}),
             # The task's validation set may already be the next phase's, whose data the loader has opened.
             "validation_set": self.progress.part or self.task.validation_set(),
-            "kept": self.progress.is_kept(self.plan.config.checkpoint),
+            "kept": self.progress.register_checkpoint(self.plan.config.checkpoint),
         }
         with self.saving():
             self.wait_for_save()  # the previous one, if the storage is slow

@@ -22,12 +22,12 @@ TRAINING_METRICS: dict[str, Metric] = {
     "mfu": Metric(
         "fraction",
         "Model FLOPs utilization: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
-        "products of the forward and backward pass. It leaves out padding, recomputation and the positions that the "
-        "last layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in "
-        "the run's precision, measured on all at once when the run starts, not the peak of a data sheet. The "
-        "usual definition counts every position in the last layer, so it gives a higher value.",
+        "products of the forward and backward pass. It leaves out padding, recomputation and positions that the "
+        "last layer does not compute because no loss needs them. The usual definition counts these positions, so it is "
+        "higher. Fine-tuning counts only the encoder. The denominator is the matmul rate in the run's precision, "
+        "measured on all workers simultaneously when the run starts.",
     ),
-    "data_stall_fraction": Metric("fraction", "Share of the time that workers wait for batches; mean over workers."),
+    "data_stall_fraction": Metric("fraction", "Share of time spent waiting for batches; mean over workers."),
     "seconds": Metric("s", "Training time so far, over all starts of the run."),
     "evaluation_seconds": Metric("s", "Time spent on evaluations since the last record; not part of seconds."),
     "checkpoint_seconds": Metric("s", "Time that training waited for checkpoints since the last record."),
@@ -37,6 +37,6 @@ TRAINING_METRICS: dict[str, Metric] = {
     ),
     "rank_wait_seconds": Metric("s", "Per rank: time spent waiting for batches since the last record."),
     "skipped_steps": Metric("steps", "Steps skipped so far because of NaN or infinite gradients."),
-    "memory_bytes": Metric("bytes", "Peak memory of worker 0."),
+    "memory_bytes": Metric("bytes", "Peak memory of worker 0 since it started: GPU memory, or RAM without a GPU."),
 }
 """Fields of a training record in metrics.jsonl: name -> unit and definition."""

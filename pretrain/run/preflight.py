@@ -20,8 +20,10 @@ from pretrain.common.extensions import module_hashes
 from pretrain.common.files import MANIFEST, atomic_open, checkpoint_names, locked, verify_manifest, write_json
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from pretrain.common.settings import dump, load_recorded
-from pretrain.config import CorpusConfig, PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
+from pretrain.config import ConfigT, CorpusConfig, PretrainConfig, RunConfig, VocabularyConfig, keep_precision
 
+# (old config, new config, steps done) -> the changed settings that a resumed run must not change.
+FindChanged = Callable[[ConfigT, ConfigT, int], list[str]]
 _PACKAGES = ("bertrain", "torch", "deepspeed", "ray", "tokenizers", "transformers", "numpy", "pydantic", "wandb")
 
 
@@ -81,13 +83,13 @@ def locked_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     )
 
 
-def recorded_config(config: R) -> R | None:
+def recorded_config(config: ConfigT) -> ConfigT | None:
     """Read the config that an earlier start recorded in the run's folder; None before the first start."""
     path = config.folder / CONFIG_FILE
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
-def config_of_checkpoint(config_type: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+def config_of_checkpoint(config_type: type[ConfigT], state: Mapping[str, Any], checkpoint: Path) -> ConfigT:
     """Return the config in a checkpoint's state. Raises `InputError` if another version of bertrain wrote it."""
     try:
         return config_type.model_validate(state["config"])
@@ -97,15 +99,14 @@ def config_of_checkpoint(config_type: type[R], state: Mapping[str, Any], checkpo
 
 @contextlib.contextmanager
 def checked_run_folder(
-    config: R, old_config: R | None, find_changed: Callable[[R, R, int], list[str]], *, resume: bool
-) -> Iterator[R]:
+    config: ConfigT, old_config: ConfigT | None, find_changed: FindChanged[ConfigT], *, resume: bool
+) -> Iterator[ConfigT]:
     """Lock the run folder, and check W&B's names and the folder's checkpoints, which must match this config.
 
     Args:
         config: config of the run.
         old_config: the `recorded_config` of a run that resumes; None for a new run.
         resume: whether to continue from the latest checkpoint, if there is one.
-        find_changed: (old config, new config, steps done) -> the changed settings that a resumed run must not change.
 
     Yields the config; if the run resumes, with the precision that an earlier start resolved.
 
@@ -131,7 +132,7 @@ def checked_run_folder(
         yield config if old_config is None else keep_precision(config, old_config)
 
 
-def check_unchanged(path: Path, old: R, config: R, steps: int, find_changed: Callable[[R, R, int], list[str]]) -> None:
+def check_unchanged(path: Path, old: ConfigT, config: ConfigT, steps: int, find_changed: FindChanged[ConfigT]) -> None:
     """Raise `InputError` if `config` changes settings of the `old` config, from `path`, that a resume must keep."""
     if differing := find_changed(old, config, steps):
         raise InputError(
@@ -159,7 +160,7 @@ def run_state(folder: Path, *, finished: bool) -> str:
     return f"has checkpoints (latest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
 
 
-def with_resolved_precision(config: R) -> R:
+def with_resolved_precision(config: ConfigT) -> ConfigT:
     """Return `config` with the precision that an earlier start in its run folder resolved (`keep_precision`)."""
     old_config = recorded_config(config)
     return keep_precision(config, old_config) if old_config else config

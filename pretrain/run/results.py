@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from pretrain.common.packages import expect
 from pretrain.common.records import is_training, read_records
-from pretrain.config import R
+from pretrain.config import ConfigT
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -28,10 +28,10 @@ class SavedOutput:
 
 
 @dataclass(frozen=True, repr=False)
-class Run(Generic[R]):
+class Run(Generic[ConfigT]):
     """A finished run; `trained` is False if it had already finished before, so that nothing was done."""
 
-    config: R
+    config: ConfigT
     trained: bool
 
     @property

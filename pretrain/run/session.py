@@ -20,7 +20,7 @@ from pretrain.common.files import allow_open_files, disk_errors
 from pretrain.common.settings import changes, differences
 from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.common.worker import Worker
-from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
+from pretrain.config import ConfigT, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.model import precision
 from pretrain.run import preflight
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def worker_session(
-    config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
-) -> Iterator[tuple[R, torch.device, Watchdog]]:
+    config: ConfigT, worker: Worker, *, resume: bool, launching: Sequence[str]
+) -> Iterator[tuple[ConfigT, torch.device, Watchdog]]:
     """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.
 
     `launching` names the task's modules and functions that only launch GPU kernels; see `Watchdog`.
@@ -145,7 +145,7 @@ def select_gpu(worker: Worker) -> None:
     os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index (_set_distributed_vars)
 
 
-def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
+def choose_device(config: ConfigT, worker: Worker) -> tuple[ConfigT, torch.device]:
     """Return the config with its precision resolved, and this worker's device: the current GPU, or the CPU.
 
     `engine.precision: auto` becomes the same precision in all workers. The first start of a run chooses it, and writes
@@ -198,7 +198,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
+def _resolve_precision(config: ConfigT, device: torch.device, worker: Worker) -> ConfigT:
     # The precision that an earlier start resolved, which under torchrun only the first process reads.
     earlier_config = preflight.with_resolved_precision(config) if worker.rank == 0 else config
     resolved = gather_objects(earlier_config.engine.precision)[0]

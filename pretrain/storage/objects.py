@@ -1,7 +1,7 @@
 """Reads, writes, uploads, downloads, lists and deletes single objects of an object store, with bounded retries.
 
 fsspec's file systems retry single requests a few times. If that fails, the whole operation is retried here, with
-exponential backoff and jitter, up to a total time. Permanent failures, such as wrong credentials or a missing
+exponential backoff and jitter, until a time limit. Permanent failures, such as wrong credentials or a missing
 bucket, immediately raise `InputError`.
 """
 
@@ -35,7 +35,7 @@ CHUNK_BYTES = 16 << 20  # bytes per request of a download; a broken connection l
 # The package to install for a scheme, and the variables or command that provide its credentials.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the role of the machine",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the machine's IAM role",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",
     "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
@@ -54,7 +54,7 @@ _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSu
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
 _HUB_ERRORS = {
     "GatedRepoError": f"gated or private; {_LOG_IN}",
-    "HfUriError": "not an address of the Hub. Give one such as hf://owner/name or hf://owner/name@revision/folder.",
+    "HfUriError": "not a Hub address. Use one such as hf://owner/name or hf://owner/name@revision/folder.",
     "RevisionNotFoundError": "the repository has no such revision. Check the part after the @.",
     "RepositoryNotFoundError": f"the Hub has no such repository, or it is private. Check its name; {_LOG_IN}",
 }
@@ -131,8 +131,8 @@ class ObjectStore:
 
         return self._retry(address, "written", work)
 
-    def create_overwrites(self, address: str, content: bytes) -> bool:
-        """Return whether the store lets `create` replace the object at `address`; `content` is its current content."""
+    def create_can_overwrite(self, address: str, content: bytes) -> bool:
+        """Try to `create` the existing object with its current `content`; return whether the store replaced it."""
         try:
             _filesystem(address).pipe_file(_key(address), content, mode="create")
         except Exception:  # rejected, as expected, or the network failed
@@ -176,7 +176,7 @@ class ObjectStore:
                 if not retries_left:
                     raise ContentError(
                         f"{address}: the content does not match its manifest or listing; it was changed or damaged. "
-                        "Store it again."
+                        "Upload it again."
                     )
             if expected.modified:
                 os.utime(part, (expected.modified, expected.modified))
@@ -190,7 +190,7 @@ class ObjectStore:
             system, prefix = _filesystem(address), _key(address)
             system.invalidate_cache()
             entries = system.find(prefix, detail=True)
-            if not entries or not isinstance(entries, dict):  # adlfs returns the name of a single object
+            if not entries or not isinstance(entries, dict):  # for a single object, adlfs returns [its name]
                 raise FileNotFoundError(address)
             folder = f"{prefix}/"
             return {
@@ -291,8 +291,8 @@ def _filesystem(address: str) -> Any:
 
 @functools.cache
 def _open_filesystem(_process: int, bucket: str) -> Any:
-    # Without fsspec's cache of file systems, which may keep one per thread (every save starts a thread), and without
-    # its cache of listings, which would hide files that other machines write.
+    # Bypass fsspec's cache of file systems, which may keep one per thread (every save starts a thread), and its cache
+    # of listings, which would hide files that other machines write.
     import fsspec
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would log tracebacks of errors that are retried here
@@ -301,7 +301,7 @@ def _open_filesystem(_process: int, bucket: str) -> Any:
 
 
 def _multipart_options(address: str, size: int) -> dict[str, int]:
-    """Return options to upload `size` bytes to S3 in separately retried parts; other clients choose the parts."""
+    """Return options to upload `size` bytes to S3 in separately retried parts; other clients choose the part size."""
     if scheme_of(address) != "s3":
         return {}
     return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MAX_PARTS)), "max_concurrency": 4}
@@ -320,7 +320,7 @@ def _to_listed_object(info: dict[str, Any]) -> ListedObject:
     tag = tag or str(modified)
     if hasattr(modified, "timestamp"):
         return ListedObject(int(info["size"] or 0), tag, modified.timestamp())
-    # The Hub provides no times, and a file may change without changing its size.
+    # The Hub provides no times. One derived from the tag makes comparisons of (size, time) notice changed content.
     return ListedObject(int(info["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
 
 
@@ -337,7 +337,7 @@ def _raise_if_bucket_missing(address: str, error: BaseException) -> None:
 
 
 def _is_bucket_missing(address: str) -> bool:
-    """Return whether the bucket is missing, for clients that raise the same error for a missing object."""
+    """Return whether the bucket is missing, for clients that raise the same error if only the object is."""
     system, bucket = _filesystem(address), _key(address).strip("/").partition("/")[0]
     try:
         if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
@@ -382,15 +382,15 @@ def is_storage_error(error: BaseException) -> bool:
     if isinstance(error, (OSError, EOFError)) or packages - {*sys.stdlib_module_names, *_OUR_PACKAGES}:
         return True
     frames = [(_package(frame.f_globals["__name__"]), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    last_frame = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
+    last_frames = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
     return any(
         package not in _OUR_PACKAGES and not _LIBRARY_FOLDERS.isdisjoint(Path(frame.f_code.co_filename).parts)
-        for package, frame in last_frame  # a list of at most one
+        for package, frame in last_frames  # a list of at most one
     )
 
 
 def _must_give_up(address: str, error: Exception) -> bool:
-    """Return whether to give up immediately: the network is not the cause, or the store has never responded."""
+    """Return whether retries are useless: a client error or bad setup, or an unreachable store that never responded."""
     is_client_error = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
     if is_client_error or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True

@@ -234,7 +234,7 @@ class StoredRun:
         number += 1
         while not self._objects.create(self._writer_address(number), writer):  # another start took the number
             number += 1
-        if self._objects.create_overwrites(self._writer_address(number), writer):
+        if self._objects.create_can_overwrite(self._writer_address(number), writer):
             logger.warning(_OVERWRITE_WARNING, self.address)
         if last_writer not in (None, _read_bytes(local_writer)):
             self._takeover = number, self._result_manifests()

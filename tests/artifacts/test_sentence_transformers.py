@@ -11,7 +11,7 @@ from tiny_checkpoints import make_bert, write_reviews
 
 from finetune.artifacts.export import export as export_run
 from finetune.training.train import main
-from pretrain.checkpoint.released import read_released, read_shape
+from pretrain.checkpoint.released import read_model_config, read_released
 from pretrain.checkpoint.sentence_transformers import declared_max_length, length_warnings, sentence_pooling
 from pretrain.common.errors import InputError
 from tests.distributed import run_workers
@@ -47,7 +47,7 @@ def test_its_own_pooling_wins_over_a_default_of_the_family(tmp_path: Path) -> No
     transformers.ModernBertModel(shape).save_pretrained(tmp_path)
     assert read_released(tmp_path).task_head("sequence").pooling == "cls"
     say_pooling(tmp_path, pooling_mode_mean_tokens=True)
-    assert read_released(tmp_path).task_head("sequence").pooling == read_shape(tmp_path).pooling == "mean"
+    assert read_released(tmp_path).task_head("sequence").pooling == read_model_config(tmp_path).pooling == "mean"
 
 
 def test_what_is_not_read_is_told(tmp_path: Path) -> None:

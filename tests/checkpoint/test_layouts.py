@@ -69,20 +69,20 @@ def test_old_and_new_configs_of_modernbert_are_one() -> None:
     assert [model.rotary_base_of(n) for n in range(3)] == [90000, 90000, 90000]
     model = read_config({**OLD_MODERNBERT, "global_rope_theta": None}).model
     assert [model.rotary_base_of(n) for n in range(3)] == [160000, 20000, 20000]
-    facts = read_config(modern(layer_types=[FULL] * 5, global_attn_every_n_layers=None))
-    assert (facts.model.local_attention, facts.model.global_every) == (0, 1)
-    assert read_config(write_config({}, facts, "", 101, 0)) == facts
+    arch = read_config(modern(layer_types=[FULL] * 5, global_attn_every_n_layers=None))
+    assert (arch.model.local_attention, arch.model.global_every) == (0, 1)
+    assert read_config(write_config({}, arch, "", 101, 0)) == arch
 
 
 @pytest.mark.parametrize("family", parity.FAMILIES)
 def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
     name, values = parity.FAMILIES[family]
     theirs = getattr(transformers, name)(**values(SHAPE))
-    facts = read_config(theirs.to_dict())
+    arch = read_config(theirs.to_dict())
     given = theirs.to_dict()
-    written = json.loads(json.dumps(write_config(given, facts, "ForMaskedLM", 101, 0)))
+    written = json.loads(json.dumps(write_config(given, arch, "ForMaskedLM", 101, 0)))
     assert given == theirs.to_dict()
-    assert read_config(written) == facts
+    assert read_config(written) == arch
     again = getattr(transformers, name)(**written)
     expected, found = theirs.to_dict(), again.to_dict()
     # DeBERTa's two heads have other names, and one of them is written.
@@ -90,8 +90,8 @@ def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
     same = {key for key in expected if key not in other}
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
     # Without the config that was read, as for a run of ours.
-    bare = write_config({}, facts, "ForMaskedLM", 101, 0)
-    assert read_config(bare).model == facts.model or "late" in family
+    bare = write_config({}, arch, "ForMaskedLM", 101, 0)
+    assert read_config(bare).model == arch.model or "late" in family
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ def test_what_our_encoder_lacks_is_refused_by_field_and_value(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=rf"config\.json: not a model that our encoder supports \(.*{message}"):
+    with pytest.raises(
+        InputError, match=rf"config\.json: bertrain's encoder does not support this model \(.*{message}"
+    ):
         read_released(tmp_path)
 
 

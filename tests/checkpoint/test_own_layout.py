@@ -22,7 +22,7 @@ from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, layout_of, task_head
-from pretrain.checkpoint.released import read_released, read_shape
+from pretrain.checkpoint.released import read_model_config, read_released
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig, load_config
@@ -172,10 +172,10 @@ def test_a_config_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
         values = {"model_type": "bertrain", **({} if model is None else {"model": model})}
         (tmp_path / "config.json").write_text(json.dumps(values))
         with pytest.raises(InputError, match=message):
-            read_shape(tmp_path)
+            read_model_config(tmp_path)
     # A field that is newer than the file has its default.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bertrain", "model": SIZES}))
-    assert read_shape(tmp_path) == make_shape()
+    assert read_model_config(tmp_path) == make_shape()
 
 
 # ---- logits

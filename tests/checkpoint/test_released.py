@@ -390,7 +390,7 @@ def test_quantized_weights_are_refused(name: str, kind: torch.dtype) -> None:
         ({"is_decoder": True}, "is_decoder is True"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
         ({"type_vocab_size": 16}, "type_vocab_size is 16"),
-        ({"hidden_size": None}, "not a model that our encoder supports"),
+        ({"hidden_size": None}, "bertrain's encoder does not support this model"),
         ({"num_attention_heads": 5}, "must be a multiple of heads"),
     ],
 )

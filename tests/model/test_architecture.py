@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.checkpoint.assembly import assemble
-from pretrain.checkpoint.layouts import BERT, BERTRAIN, LAYOUTS, ReleasedFacts, read_config, write_config
+from pretrain.checkpoint.layouts import BERT, BERTRAIN, LAYOUTS, Architecture, read_config, write_config
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -362,18 +362,18 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
     transformers = pytest.importorskip("transformers")
     shape = make_shape(activation="relu")
     model, batch = make_model(shape).eval(), make_batch([12])
-    values = write_config({}, ReleasedFacts(BERT, shape), "ForPreTraining", VOCABULARY, 0)
+    values = write_config({}, Architecture(BERT, shape), "ForPreTraining", VOCABULARY, 0)
     assert values["hidden_act"] == "relu"
     state = {name: p.detach() for name, p in model.named_parameters()}
     theirs = transformers.BertForPreTraining(transformers.BertConfig(**values)).eval()
-    assert not theirs.load_state_dict(released_tensors(state, ReleasedFacts(BERT, shape)), strict=False).unexpected_keys
+    assert not theirs.load_state_dict(released_tensors(state, Architecture(BERT, shape)), strict=False).unexpected_keys
     theirs.tie_weights()
     with torch.no_grad():
         output = theirs(batch.input_ids[None], token_type_ids=batch.token_types[None])
         torch.testing.assert_close(
             model.masked_logits(batch), output.prediction_logits[0][batch.masked_rows], rtol=0, atol=1e-4
         )
-    back = assemble(released_tensors(state, ReleasedFacts(BERT, shape)), read_config(values), values)
+    back = assemble(released_tensors(state, Architecture(BERT, shape)), read_config(values), values)
     assert back.model.activation == "relu"
     assert {**back.backbone, **back.pretraining}.keys() == state.keys()
 
@@ -383,10 +383,10 @@ def test_what_has_no_counterpart_is_named() -> None:
         shape = make_shape(family=layout.model_family, recursions=3, max_positions=128)
         if layout is not BERTRAIN:
             with pytest.raises(InputError, match=f"model.recursions is 3, and {family} supports only 1"):
-                write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)
+                write_config({}, Architecture(layout, shape), "", VOCABULARY, 0)
     for family in ("bert", "distilbert", "electra", "roberta"):
         with pytest.raises(InputError) as error:
-            write_config({}, ReleasedFacts(LAYOUTS[family], make_shape(**SWAPPED)), "", VOCABULARY, 0)
+            write_config({}, Architecture(LAYOUTS[family], make_shape(**SWAPPED)), "", VOCABULARY, 0)
         message = str(error.value)
         assert f"the released layout of {family} cannot represent this model: model.norm is rms_norm" in message.lower()
         for name in ("embeddings.norm_bias", "layers.*.attention_norm_bias", "layers.*.ffn_norm_bias"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.checkpoint.layouts import BERT, ReleasedFacts
+from pretrain.checkpoint.layouts import BERT, Architecture
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention import ProjectionWeights, self_attention
@@ -65,8 +65,8 @@ def test_logits_losses_and_gradients_equal_transformers() -> None:
     sizes = parity.usual(parity.Shape(SHAPE.layers, SHAPE.hidden, SHAPE.heads, 96, ()))
     config = transformers.BertConfig(**{**sizes, "max_position_embeddings": SHAPE.max_positions})
     baseline = transformers.BertForPreTraining(config).eval()
-    facts = ReleasedFacts(BERT, SHAPE)
-    state = released_tensors({name: p.detach() for name, p in model.named_parameters()}, facts)
+    arch = Architecture(BERT, SHAPE)
+    state = released_tensors({name: p.detach() for name, p in model.named_parameters()}, arch)
     missing, unexpected = baseline.load_state_dict(state, strict=False)
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert not unexpected
@@ -86,7 +86,7 @@ def test_logits_losses_and_gradients_equal_transformers() -> None:
     assert set(ours) == {name for name, _ in model.named_parameters()}
     theirs.loss.backward()
     expected = {name: p.grad for name, p in baseline.named_parameters()}
-    for name, gradient in released_tensors(ours, facts).items():
+    for name, gradient in released_tensors(ours, arch).items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
 

@@ -32,7 +32,7 @@ from pretrain.reporting.runs import read_runs
 from pretrain.reporting.subjects import subject_of
 from pretrain.run import loop
 from pretrain.run.metrics import TRAINING_METRICS
-from pretrain.run.progress import Progress, Stopwatch, Window
+from pretrain.run.progress import MetricSums, Progress, Stopwatch
 from pretrain.run.stragglers import RankTimes
 from tests.starts import pretraining
 from tests.tasks.refusals import refused
@@ -162,7 +162,7 @@ class TestPanels:
             values = pretraining(Path("corpus"), Path("run"), [(32, 8, 1)], pairs__objective=pairs, **changes)
             objective = make_objective(PretrainConfig.model_validate(values))
             run: Any = SimpleNamespace(
-                progress=Progress(step=1, window=Window(totals=[1.0] * totals, counts=[1.0] * counts)),
+                progress=Progress(step=1, window=MetricSums(totals=[1.0] * totals, counts=[1.0] * counts)),
                 engine=engine,
                 task=SimpleNamespace(metrics=objective.means),
                 plan=SimpleNamespace(peak_flops=1.0),

@@ -151,7 +151,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     resumed = [Start(values, resume=True) for values in (swapped, reseeded, wider)]
     given = [Start(config, stop_at=1), *resumed, Start(too_big), Start(later), Start(wild)]
     ended, refused, other_seed, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
-    assert "embeddings.position is [64, 32], but [32, 32] with this config" in reshaped
+    assert "embeddings.position has shape [64, 32], but [32, 32] with this config" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
     assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")

@@ -198,7 +198,7 @@ def test_a_store_keeps_what_is_written_and_says_what_is_missing(bucket, tmp_path
     there.write(odd, b"hello world")
     assert there.read_range(odd, 1, 3) == b"el"
     assert [there.create(f"{base}/new/1", content) for content in (b"1", b"1", b"2")] == [True, True, False]
-    assert not there.create_overwrites(f"{base}/new/1", b"1")
+    assert not there.create_can_overwrite(f"{base}/new/1", b"1")
     assert (there.info(f"{base}/new"), there.listing(one), there.listing(f"{base}/n")) == (None, {}, {})
     for size in (17 << 20, 17 << 20, 1, 0):  # in parts, and once more
         file.write_bytes(np.random.default_rng(size).bytes(size))

@@ -23,7 +23,7 @@ import numpy as np
 
 from finetune.tasks.datasets.annotations import NoLabel, example_key, merge_annotations, reject_label_ids
 from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence, group_documents
-from finetune.tasks.datasets.span_forms import convert_offsets, name_tags, normalize_record
+from finetune.tasks.datasets.span_forms import convert_offsets, decode_tags, normalize_record
 from finetune.tasks.datasets.surrogates import check_id, replace_surrogates
 from finetune.tasks.datasets.table import Format, excerpt
 from finetune.tasks.datasets.tables import json_values, read_table
@@ -97,7 +97,7 @@ def from_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, segment: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
     """Return sentences from (source, line number or 0, record); `tag_names` are the names of tag ids 0, 1, ..."""
-    items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
+    items = [(source, line, normalize_record(decode_tags(row, tag_names, _TAGS))) for source, line, row in records]
     normalized = [record for _, _, record in items]
     converted_records = convert_offsets(normalized, segment)
     sentences: list[Sentence] = []

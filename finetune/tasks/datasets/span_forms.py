@@ -1,6 +1,6 @@
-"""Convert records of other tools to the form of `sentence_records`: text, and entities with start, end and type.
+"""Convert records of annotation tools to the format of `sentence_records`: text, and entities with start, end and type.
 
-Doccano       {"text": "", "label": [[0, 3, "PER"]]}, also `labels`; with ids {"entities": [{"start_offset": 0, ...}]}
+Doccano       {"text": "", "label": [[0, 3, "PER"]]} (or "labels"); with ids {"entities": [{"start_offset": 0, ...}]}
 Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"start": 0, "end": 3, ...}}]}]},
               and its short form {"text": "", "label": [{"start": 0, "end": 3, "labels": ["PER"]}]}
 spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"start": 0, "end": 3, "label": "PER"}]}
@@ -13,7 +13,7 @@ from finetune.tasks.datasets.annotations import NoLabel, is_label_studio, is_pro
 from finetune.tasks.datasets.sentences import Segmenter
 from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 
-_SINGLE_SPAN_ANSWER = NoLabel("with an answer about a single span")
+_SINGLE_SPAN_ANSWER = NoLabel("with an answer about a single span")  # as in "3 with an answer ..."
 # Possible keys of a record's tags and entities, and of an entity's fields.
 _TAGS = ("tags", "labels", "ner_tags")
 _ENTITIES = ("entities", "spans", "ents", "label", "labels")
@@ -21,7 +21,7 @@ _FIELDS = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "ty
 
 
 def normalize_record(record: Any) -> Any:
-    """Return `record` with its spans as `entities`; records of other forms are returned unchanged."""
+    """Return `record` with its spans, or a `NoLabel` if it is unusable, as `entities`; unchanged in other formats."""
     if isinstance(record, Sequence) and len(record) == 2 and isinstance(record[1], Mapping):
         record = {"text": record[0], **record[1]}
     if not isinstance(record, Mapping):
@@ -34,7 +34,7 @@ def normalize_record(record: Any) -> Any:
         record = record if record.keys() & {*_ENTITIES, *_TAGS} else {**record, "entities": []}
     if reason is not None:
         return {**record, "entities": reason}
-    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES  # Label Studio's short form: any key
+    keys = (*_ENTITIES, *record) if "annotation_id" in record else _ENTITIES  # Label Studio's: under any key
     spans_key = next((key for key in keys if _has_spans(record, key)), None)
     if spans_key is None:
         return record
@@ -45,7 +45,7 @@ def normalize_record(record: Any) -> Any:
 
 
 def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
-    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if more spans then match word boundaries.
+    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if that makes more spans match words.
 
     Only records with characters outside the BMP, such as emoji, are considered: in others, both kinds of offsets agree.
     """
@@ -55,7 +55,7 @@ def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
             continue
         indices = utf16_indices(text)
-        converted = [_with_code_points(span, indices) for span in spans]
+        converted = [_to_code_point_offsets(span, indices) for span in spans]
         starts, ends = (set(edges) for edges in segment(replace_surrogates(text)).T.tolist())
         for candidates, sign in ((spans, -1), (converted, 1)):
             bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
@@ -64,15 +64,15 @@ def convert_offsets(records: list[Any], segment: Segmenter) -> list[Any]:
     return converted_records if extra_matches > 0 else records
 
 
-def _with_code_points(span: Any, indices: Sequence[int]) -> Any:
+def _to_code_point_offsets(span: Any, indices: Sequence[int]) -> Any:
     if not isinstance(span, Mapping):
         return span
     bounds = {key: span[key] for key in ("start", "end") if type(span.get(key)) is int}
     return {**span, **{key: indices[unit] for key, unit in bounds.items() if 0 <= unit < len(indices)}}
 
 
-def name_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
-    """Replace tag ids by names, in the lists under `keys` of `record`; ids outside `names` are kept."""
+def decode_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
+    """Replace tag ids with names, in the lists under `keys` of `record`; out-of-range ids are kept."""
 
     def to_name(tag: Any) -> Any:
         return names[tag] if type(tag) is int and 0 <= tag < len(names) else tag

@@ -25,7 +25,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
-KIND = Contract("Scheme", MaskingScheme, ("choose",))
+INTERFACE = Contract("Scheme", MaskingScheme, ("choose",))
 _TOKEN_STREAM = 1 << 32  # counter for `draw`, for random bits of tokens; pairs.py and scheme.py use other counters
 # Entries that never replace a token: unused ones of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
 _UNUSABLE = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")

@@ -16,7 +16,7 @@ BERT = LAYOUTS["bert"]
 BERTRAIN = LAYOUTS["bertrain"]
 
 
-class ReleasedFacts(NamedTuple):
+class Architecture(NamedTuple):
     """A model's shape and layout, as described by its config.json."""
 
     layout: Layout
@@ -25,7 +25,7 @@ class ReleasedFacts(NamedTuple):
     first_position: int = 0  # row of a sequence's first token in the position table
 
 
-def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
+def read_config(config: Mapping[str, Any]) -> Architecture:
     """Read a config.json or a bert_config.json.
 
     Raises:
@@ -34,29 +34,29 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for x in LAYOUTS.values() for name in (x.written_model_type, *x.variants, *x.old_types)]
+        known = [name for x in LAYOUTS.values() for name in (x.written_model_type, *x.variants, *x.legacy_model_types)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         rate = config.get(key)
         if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < 1):
             raise ValueError(f"{key} is {rate!r}; expected a number from 0 to below 1")
-    token_types = 0 if layout.token_types is None else config.get("type_vocab_size", layout.token_types)
+    token_types = 0 if layout.default_token_types is None else config.get("type_vocab_size", layout.default_token_types)
     if token_types not in (0, 1, 2):
         raise ValueError(f"type_vocab_size is {token_types}; 1 and 2 are supported")
-    return ReleasedFacts(
+    return Architecture(
         layout, layout.model_of(config), token_types, first_position(config) if layout.padded_positions else 0
     )
 
 
 def write_config(
     config: Mapping[str, Any],
-    facts: ReleasedFacts,
+    arch: Architecture,
     class_suffix: str,
     vocabulary_size: int,
     pad_id: int | None,
     special_ids: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """Return config.json of a model in fp32: `config`, except that the facts determine some fields.
+    """Return config.json of a model in fp32: `config`, except that `arch` determines some fields.
 
     Args:
         class_suffix: suffix of the class's name, such as ForPreTraining.
@@ -66,7 +66,7 @@ def write_config(
     Raises:
         InputError: the family's layout cannot represent the model.
     """
-    layout, model, token_types, first_position = facts
+    layout, model, token_types, first_position = arch
     check_supported(layout, model)
     model_type = config["model_type"] if config.get("model_type") in layout.variants else layout.written_model_type
     values = layout.values_of(model, config, token_types)
@@ -152,7 +152,7 @@ def _family(config: Mapping[str, Any]) -> str:
         names: dict[str, str] = {
             name: layout.family
             for layout in LAYOUTS.values()
-            for name in (layout.written_model_type, *layout.variants, *layout.old_types)
+            for name in (layout.written_model_type, *layout.variants, *layout.legacy_model_types)
         }
         return names.get(model_type, "")
     architecture = (config.get("architectures") or [""])[0]

@@ -63,7 +63,7 @@ class Layout:
         model_type: transformers' name of the family; "" if it is `family`.
         model_family: `ModelConfig.family`, which determines the parts of the block.
         prefix: prefix of the encoder's names in a model with a head; "" stands for the family and a period.
-        unprefixed: beginnings of the encoder's names in a file without a head, where they lack `prefix`.
+        bare_prefixes: prefixes of the encoder's names in a file without a head, where they lack `prefix`.
         spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
         unused: prefix of names that fill none of our parameters -> a description of these tensors.
@@ -74,13 +74,13 @@ class Layout:
         write: (shape, config.json) -> fields of config.json, from which `read` restores the shape.
         activation_key: the key of config.json for `ModelConfig.activation`.
         mlm_activation: activation of the masked-language-modeling head if it is fixed; "" means as in the layers.
-        token_types: number of token types if config.json does not say; None if the family never has any.
+        default_token_types: number of token types if config.json does not say; None if the family never has any.
         padded_positions: whether the position table starts with unused rows, up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: key of config.json for the id of a special token (besides pad_token_id) -> the token's role.
         tokenizer_class: transformers' class of its tokenizers; "" stands for `class_prefix` + "Tokenizer".
         variants: model_type of other families with the same layout -> the prefix of their classes.
-        old_types: earlier values of model_type for this family; models are written with the current one.
+        legacy_model_types: earlier values of model_type for this family; models are written with the current one.
     """
 
     family: str
@@ -95,7 +95,7 @@ class Layout:
     model_type: str = ""
     model_family: str = "bert"
     prefix: str = ""
-    unprefixed: tuple[str, ...] = ("embeddings.",)
+    bare_prefixes: tuple[str, ...] = ("embeddings.",)
     spellings: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)
@@ -106,13 +106,13 @@ class Layout:
     write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _no_fields
     activation_key: str = "hidden_act"
     mlm_activation: str = ""
-    token_types: int | None = None
+    default_token_types: int | None = None
     padded_positions: bool = False
     next_sentence: bool = False
     special_ids: Mapping[str, str] = field(default_factory=dict)
     tokenizer_class: str = ""
     variants: Mapping[str, str] = field(default_factory=dict)
-    old_types: tuple[str, ...] = ()
+    legacy_model_types: tuple[str, ...] = ()
 
     # ---- names
 
@@ -151,7 +151,7 @@ class Layout:
         name = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", name)
         for pattern, current in self.spellings:
             name = re.sub(pattern, current, name)
-        return self._prefix + name if name.startswith(self.unprefixed) else name
+        return self._prefix + name if name.startswith(self.bare_prefixes) else name
 
     def tied_parameter(self, theirs: str, model: ModelConfig) -> str | None:
         """Return the parameter of ours that a tensor of the decoder duplicates; None for all other tensors."""
@@ -219,7 +219,7 @@ class Layout:
         if "embedding_size" in values:
             values["embedding_size"] = model.embedding or model.hidden
         values[self.activation_key] = get_activation(model.activation).released_names[0]
-        if self.token_types is not None:
+        if self.default_token_types is not None:
             values["type_vocab_size"] = token_types if model.token_types else 0
         return values | self.write(model, config)
 
@@ -255,7 +255,7 @@ class Layout:
             )
         ours = {_without_layer_index(name) for name in encoder_shapes(model, 0)}
         theirs = {_without_layer_index(name) for name in encoder_shapes(reread, 0) if self.names(name)}
-        if self.token_types is None and model.token_types:
+        if self.default_token_types is None and model.token_types:
             theirs.add("embeddings.token_type")  # DistilBERT adds it to the positions
         if ours - theirs:
             reasons.append(f"it has no counterpart of {', '.join(sorted(ours - theirs))}")

@@ -15,7 +15,7 @@ from pretrain.config import SourceConfig
 from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, Span, no_files_error
 from pretrain.storage.objects import ObjectStore
 
-KIND = Contract("Reader", SourceReader, ("read",))
+INTERFACE = Contract("Reader", SourceReader, ("read",))
 
 
 def reader(config: SourceConfig) -> SourceReader:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain
-from pretrain.checkpoint.released import read_shape
+from pretrain.checkpoint.released import read_model_config
 from pretrain.common import settings
 from pretrain.common.commands import add_set, add_workers, overrides, parse_path, program
 from pretrain.common.errors import InputError, StoppedError
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     ground = ground_config(arguments.config, overrides(arguments), card, out)
     print(pretrain.prepare(ground).summary.partition("\n")[0])
     teacher = ground.distillation.teacher
-    plan = plan_budget(ground, budget, measured_costs(ground, read_shape(teacher) if teacher else None))
+    plan = plan_budget(ground, budget, measured_costs(ground, read_model_config(teacher) if teacher else None))
     config = run_config(ground, budget, plan, out)
     path = begin(config, out)
     print(f"{config.folder}: {plan.steps:,} steps, {plan.tokens:,.0f} tokens, {plan.epochs:.2f} epochs", flush=True)

@@ -38,7 +38,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Names in checkpoints of NVIDIA DeepLearningExamples (modeling.py, LinearActivation), and transformers' names.
 SPELLINGS = ((r"\.dense_act\.", ".dense."),)
-UNPREFIXED = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
+BARE_PREFIXES = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
 OUT_MODULES = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
 
 
@@ -82,12 +82,12 @@ LAYOUT = Layout(
     out_modules=OUT_MODULES,
     config_keys=CONFIG_KEYS,
     task_head=sequence_head("tanh"),
-    unprefixed=UNPREFIXED,
+    bare_prefixes=BARE_PREFIXES,
     spellings=SPELLINGS,
     defaults=DEFAULTS,
     supported=SUPPORTED,
     read=read_tying,
     write=write_tying,
-    token_types=2,
+    default_token_types=2,
     next_sentence=True,
 )

@@ -60,9 +60,9 @@ LAYOUT = BertrainLayout(
     out_modules={"sequence": "head.out"},
     config_keys={},
     task_head=_head,
-    unprefixed=(),
+    bare_prefixes=(),
     unused={"heads.rtd_": "the head that detects replaced tokens"},
-    token_types=2,
+    default_token_types=2,
     next_sentence=True,
     tokenizer_class="PreTrainedTokenizerFast",
 )

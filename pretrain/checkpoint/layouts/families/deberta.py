@@ -126,7 +126,7 @@ LAYOUT = Layout(
     config_keys=bert.CONFIG_KEYS,
     task_head=_head,
     model_family="deberta",
-    unprefixed=("embeddings.", "encoder."),
+    bare_prefixes=("embeddings.", "encoder."),
     spellings=(
         (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),
         (r"^lm_predictions\.lm_head\.", "cls.predictions."),

@@ -59,7 +59,7 @@ LAYOUT = Layout(
         "init_std": "initializer_range",
     },
     task_head=_head,
-    unprefixed=("embeddings.", "transformer."),
+    bare_prefixes=("embeddings.", "transformer."),
     defaults=bert.DEFAULTS,
     supported=bert.SUPPORTED,
     read=bert.read_tying,

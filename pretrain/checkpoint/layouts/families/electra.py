@@ -28,7 +28,7 @@ LAYOUT = Layout(
     out_modules={**bert.OUT_MODULES, "sequence": "classifier.out_proj"},
     config_keys={**bert.CONFIG_KEYS, "embedding": "embedding_size"},
     task_head=sequence_head("gelu", input_dropout=True),
-    unprefixed=bert.UNPREFIXED,
+    bare_prefixes=bert.BARE_PREFIXES,
     spellings=bert.SPELLINGS,
     unused={"discriminator_predictions.": "the head that detects replaced tokens"},
     defaults=bert.DEFAULTS,
@@ -36,5 +36,5 @@ LAYOUT = Layout(
     read=bert.read_tying,
     write=bert.write_tying,
     mlm_activation="gelu",
-    token_types=2,
+    default_token_types=2,
 )

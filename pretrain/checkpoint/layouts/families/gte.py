@@ -1,7 +1,7 @@
 """GTE, the encoder of Alibaba's embedding models, as in transformers 5.23 (models/gte/modeling_gte.py).
 
-Older files on the Hub (model_type "new") have other names, converted as in transformers' conversion_mapping.py.
-transformers has no class for question answering; such models are written with BERT's names.
+Older files on the Hub (model_type "new") have other tensor names, converted as in transformers' conversion_mapping.py.
+transformers has no class for question answering; such heads are written with BERT's names.
 """
 
 from collections.abc import Mapping
@@ -22,17 +22,18 @@ LAYER_MODULES = {
     "ffn_out": ("mlp.down_proj",),
     "ffn_norm": ("post_mlp_layernorm",),
 }
-UNPREFIXED = ("embeddings.", "layers.", "pooler.")
+BARE_PREFIXES = ("embeddings.", "layers.", "pooler.")  # of tensors that a bare encoder stores without "gte."
 
 
 def other_modules(prefix: str) -> dict[str, str]:
-    """Return the modules outside the layers that GTE and Nomic BERT share: our module -> the family's."""
+    """Return the modules outside layers that are common to GTE and Nomic BERT: our module -> the family's."""
     modules = bert.embedding_modules(prefix)
     del modules["embeddings.position"]
+    # "heads." are the pretraining heads, "head." is the task head.
     return {**modules, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     default = 10_000.0 if config.get("model_type") == "new" else 160_000.0
     return {
         "rotary_base": read_shared_base(config, default),
@@ -41,13 +42,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+def config_json_fields(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json that GTE and Nomic BERT share."""
     return {**write_shared_base(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
 
 
 LAYOUT = Layout(
-    family="gte",
+    family="gte",  # name of the layout
     class_prefix="Gte",
     layer="layers",
     layer_modules=LAYER_MODULES,
@@ -62,9 +63,9 @@ LAYOUT = Layout(
     out_modules=bert.OUT_MODULES,
     config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh"),
-    model_family="gte",
-    unprefixed=UNPREFIXED,
-    spellings=(
+    model_family="gte",  # value of `ModelConfig.family`
+    bare_prefixes=BARE_PREFIXES,
+    spellings=(  # (regular expression, replacement) for older tensor names
         (r"^(new|gte)\.", ""),
         (r"^encoder\.layer\.", "layers."),
         (r"\.attention\.o_proj\.", ".self_attn.o_proj."),
@@ -81,10 +82,10 @@ LAYOUT = Layout(
         "layer_norm_type": ("layer_norm",),
         "logn_attention_scale": (False, None),
     },
-    read=_read,
-    write=write,
+    read=_read_settings,
+    write=config_json_fields,
     mlm_activation="gelu",
-    token_types=1,
+    default_token_types=1,
     tokenizer_class="PreTrainedTokenizerFast",
-    old_types=("new",),  # Alibaba-NLP/new-impl
+    legacy_model_types=("new",),  # Alibaba-NLP/new-impl
 )

@@ -65,7 +65,7 @@ LAYOUT = Layout(
     config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh"),
     model_family="nomic_bert",
-    unprefixed=gte.UNPREFIXED,
+    bare_prefixes=gte.BARE_PREFIXES,
     spellings=(
         (r"^(bert|nomic_bert)\.", ""),
         (r"^encoder\.layers\.", "layers."),
@@ -94,7 +94,7 @@ LAYOUT = Layout(
     },
     modernize=_modernize,
     read=_read,
-    write=gte.write,
-    token_types=2,
+    write=gte.config_json_fields,
+    default_token_types=2,
     tokenizer_class="BertTokenizer",
 )

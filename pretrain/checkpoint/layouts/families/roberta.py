@@ -21,7 +21,7 @@ LAYOUT = Layout(
     out_modules={**bert.OUT_MODULES, "sequence": "classifier.out_proj"},
     config_keys=bert.CONFIG_KEYS,
     task_head=sequence_head("tanh", input_dropout=True),
-    unprefixed=bert.UNPREFIXED,
+    bare_prefixes=bert.BARE_PREFIXES,
     spellings=bert.SPELLINGS,
     unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
     defaults=bert.DEFAULTS,
@@ -29,7 +29,7 @@ LAYOUT = Layout(
     read=bert.read_tying,
     write=bert.write_tying,
     mlm_activation="gelu",
-    token_types=2,
+    default_token_types=2,
     padded_positions=True,
     special_ids={"bos_token_id": "cls", "eos_token_id": "sep"},
     # models/xlm_roberta/modular_xlm_roberta.py, models/camembert/modular_camembert.py
