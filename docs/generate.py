@@ -436,7 +436,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
 # Exit codes that no `RunError` has.
 _OTHER_CODES = {
     0: "Done.",
-    1: "A bug, with its traceback.",
+    1: "An internal error (a bug); a traceback is printed.",
 }
 
 

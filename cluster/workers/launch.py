@@ -52,7 +52,7 @@ _KILL_SECONDS = 5.0  # how long the killed processes of a session may take to di
 
 # Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
-# Maximum length of the private folder's parent path: Ray's unix sockets, deep inside, need paths of <= 107 bytes.
+# Maximum length of the private folder's parent path; the Unix sockets that Ray creates need paths of <= 107 bytes.
 _MAX_PARENT_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 
@@ -74,14 +74,14 @@ def run(
 ) -> None:
     """Call `target` ("package.module:function") with (`training`, Worker) in `workers` processes until they finish.
 
-    Workers run in this process's working directory, so relative paths mean the same files. Their output goes to
+    Workers run in this process's working directory, so relative paths resolve to the same files. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
-    A `RunError` of a worker is raised here, with its class and message, and is never retried. Any other exit of a
-    worker restarts all of them with `training.resume`, at most `max_failures` times without a new checkpoint;
-    then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP to this process creates
-    `run_dir`/stop and waits for the workers to finish; a second SIGINT kills everything immediately. Call it from
-    the main thread: in another one Python allows no signal handlers, and signals keep their previous handlers.
+    A `RunError` raised by a worker is raised again here, with its class and message, and never retried. If a worker
+    fails in another way, all workers are restarted with `training.resume`, at most `max_failures` times in a row
+    without a new checkpoint; then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP
+    to this process creates `run_dir`/stop and waits for the workers to finish; a second SIGINT kills everything
+    immediately. Call it from the main thread: Python sets signal handlers only there; elsewhere, the old ones stay.
 
     Args:
         workers: the maximum number of processes.
@@ -89,10 +89,10 @@ def run(
         address: "host:port" of a Ray cluster, whose nodes must see the same files. Empty starts a local Ray, which only
             this run can use, and stops it when this function returns.
         in_ray: use Ray even for a single local worker, which is otherwise a child process of the driver.
-        min_workers: minimum number of processes. As many as fit on the cluster run: fewer when nodes are lost or
-            drained, more when nodes join. 0 means `workers`.
+        min_workers: minimum number of processes. The run uses as many workers as fit on the cluster: fewer when nodes
+            are lost or drained, more when nodes join. 0 means `workers`.
         wait_for_nodes_seconds: how long each start of the workers waits for nodes, if too few workers fit.
-        start_seconds: time limit for starting the placed processes; 0 means a limit that grows with their number.
+        start_seconds: time limit for starting the workers after Ray has placed them; 0: grows with their number.
 
     Raises:
         MachineError: the workers do not fit on the machine or cluster, or no cluster responds within 10 s.
@@ -163,7 +163,7 @@ def _run_child(module: str, request: DriverRequest, signals: Signals, poll: Call
     path.write_bytes(pickle.dumps(request))
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
         child = start_session([interpreter(folder), "-m", module, str(path)], log)
-        signals.on_second_signal = lambda: end_session(child.pid)
+        signals.on_second_sigint = lambda: end_session(child.pid)
         try:
             _wait(child, poll)
         finally:
@@ -199,10 +199,10 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
 
 @contextlib.contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """Block the stop signals in all processes that the block starts, and in their children.
+    """Mask the stop signals in all processes that are started inside the context, and in their children.
 
     A scheduler that stops a job signals all its processes, but only the launcher may react. A handler would not
-    suffice: `ray.init` replaces it by one that exits the process.
+    suffice: `ray.init` replaces it with one that exits the process.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -269,25 +269,25 @@ def interpreter(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment with this project first in PYTHONPATH, so that workers find it anywhere.
+    """Return this process's environment with this project first in PYTHONPATH, so that workers can import it.
 
-    PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the user's folder instead
-    (Python 3.11 on; 3.10 ignores it).
+    PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the working directory
+    instead (from Python 3.11; 3.10 ignores it).
     """
     path = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": program()}
 
 
 class Signals:
-    """In this context, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
+    """Context manager: the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
     A stop file in the folder of this scheduler job also sets the flag. Different scheduler jobs have different folders.
-    If the flag cannot be written, for example during a storage outage, the write is repeated.
+    If the flag cannot be written, for example during a storage outage, the write is retried.
     """
 
     def __init__(self, stop_flag: Flag):
         self.was_killed = False
-        self.on_second_signal: Callable[[], None] = lambda: None
+        self.on_second_sigint: Callable[[], None] = lambda: None
         self._flag = stop_flag
         self._requested = False
         self._exited = threading.Event()
@@ -309,7 +309,7 @@ class Signals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._requested and number == signal.SIGINT:
             self.was_killed = True
-            self.on_second_signal()
+            self.on_second_sigint()
         self._requested = True
         try:
             self._flag.set()
@@ -319,14 +319,14 @@ class Signals:
     def _retry_set(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(
-                f"{self._flag.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
+                f"{self._flag.path}: cannot be written now ({error.strerror}). The run stops when it can be written; "
                 "Ctrl-C stops it immediately, without a checkpoint.",
                 file=sys.stderr,
             )
         self._set_flag(Path())  # immediately, since the current folder exists
 
     def _set_flag(self, trigger: Path) -> None:
-        """Set the stop flag as soon as the file `trigger` exists; repeat a write that fails."""
+        """Set the stop flag as soon as the file `trigger` exists; retry a write that fails."""
         while not self._exited.wait(_POLL_SECONDS):
             with contextlib.suppress(OSError):
                 if trigger.exists():

@@ -49,7 +49,7 @@ class InputError(RunError):
 
 
 class MachineError(RunError):
-    """The machine or cluster is unsuitable: full disk, too little memory, missing compiler or worker."""
+    """The machine or cluster is unsuitable: full disk, too little memory, no compiler, lost worker."""
 
     exit_code = 3
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 # Parameters of mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-OWN_CGROUPS, _CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # names of our groups; their folders
+OWN_CGROUPS = Path("/proc/self/cgroup")  # lists the control groups of this process
+_CGROUP_ROOT = Path("/sys/fs/cgroup")  # where control groups are mounted
 
 
 def hold_freed_memory(max_bytes: int = -1) -> None:
@@ -26,19 +27,19 @@ def hold_freed_memory(max_bytes: int = -1) -> None:
 def share_one_heap() -> None:
     """Make new threads use the main heap, so that all threads can reuse freed memory.
 
-    By default glibc gives each thread a separate heap; `hold_freed_memory` does not affect its blocks above 64 MiB.
-    A process whose main thread is not ours needs MALLOC_ARENA_MAX=1 in its environment instead.
+    By default glibc gives each thread a separate heap (arena), where blocks above 64 MiB are mapped and unmapped even
+    after `hold_freed_memory`. Processes that Ray starts need MALLOC_ARENA_MAX=1 in their environment instead.
     """
     _call("mallopt", _M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system. glibc would keep it, but tensors of new sizes rarely fit into it."""
+    """Return freed memory to the system. glibc would keep it, but after shapes change, tensors rarely fit into it."""
     _call("malloc_trim", 0)
 
 
 def machine_memory() -> tuple[int, int]:
-    """Return total and free bytes of the machine, or of its container or job if that has a lower limit."""
+    """Return total and free bytes of the machine, or of this process's container or job if that has a lower limit."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -49,7 +50,7 @@ def machine_memory() -> tuple[int, int]:
 def control_groups(controller: str) -> list[Path]:
     """Return the folders of this process's control group (cgroup v2 or v1) and of all its ancestors.
 
-    In a container, the group's name may be the host's: then only the outermost folder exists, the container's group.
+    In a container, the kernel may report the host's path. Then only the outermost folder exists: the container's group.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux
@@ -65,15 +66,15 @@ def control_groups(controller: str) -> list[Path]:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield limit and free bytes of each control group that has a limit. The file cache counts as free memory."""
     for folder in control_groups("memory"):
-        for limit, used, cache in (
+        for limit_file, usage_file, cache_field in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             with contextlib.suppress(OSError, ValueError, KeyError):  # the other cgroup version, or "max": no limit
                 words = (folder / "memory.stat").read_text().split()
-                cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
-                total = int((folder / limit).read_text())
-                yield total, max(0, total - int((folder / used).read_text()) + cached)
+                cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache_field])
+                total = int((folder / limit_file).read_text())
+                yield total, max(0, total - int((folder / usage_file).read_text()) + cached)
 
 
 def _call(name: str, *arguments: int) -> None:

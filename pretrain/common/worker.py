@@ -24,22 +24,21 @@ STOP_FILE = "stop"
 JOB_VARIABLE = "BERTRAIN_JOB"
 # File in the logs folder that describes a hang which a watchdog detected, for the driver that restarts the workers.
 HANG_FILE = "hang.json"
-# File in the logs folder while the run waits for nodes: {"time", "message"}.
+# File that exists in the logs folder while the run waits for nodes: {"time", "message"}.
 WAITING_FILE = "waiting.json"
 
 _OWNER_PREFIX = "for "
 _MAX_OWNER_BYTES = 200
-# Variables that torchrun always sets, and variables that several processes need to choose their GPUs and threads.
+# Variables that torchrun always sets, and variables with which processes of one machine choose GPUs and threads.
 _TORCHRUN, _LOCAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
-_SET_AT = 10**18
+_SET_AT = 10**18  # mtime, in ns (in 2001), that `Flag.set` gives a file, so that touching the file is detected
 
 
 @dataclass(frozen=True)
 class Flag:
     """A file that tells the workers of one attempt (a start or restart of the run) to save a checkpoint and exit.
 
-    Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
+    Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may create one
     late. So a file is honored only if it belongs to this attempt.
 
     Attributes:
@@ -130,7 +129,7 @@ def torchrun_rank() -> tuple[int, int] | None:
     needed = _TORCHRUN if values.get("WORLD_SIZE") == "1" else (*_TORCHRUN, *_LOCAL)
     advice = "Start the processes with torchrun, or unset RANK."
     if missing := [name for name in needed if not values.get(name)]:
-        hint = " With one process per machine they are 0 and 1." if missing[0] in _LOCAL else ""
+        hint = " With one process per machine, set LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1." if missing[0] in _LOCAL else ""
         raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}{hint}")
     for rank_name, size_name in (_TORCHRUN[:2], _LOCAL):
         rank, size = values.get(rank_name) or "0", values.get(size_name) or "1"
@@ -143,7 +142,7 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """The request to train that every worker of a run receives, as JSON.
+    """The training request, which every worker of a run receives as JSON.
 
     Attributes:
         config: the run's settings, as `model_dump(mode="json")`.
@@ -170,7 +169,7 @@ class Worker:
     local_rank: int = 0
     local_world_size: int = 1
     threads: int = 0  # CPU threads for torch; 0 keeps torch's default
-    flags: tuple[Flag, ...] = ()  # each of them, if set, requests a stop
+    flags: tuple[Flag, ...] = ()  # any of them requests a stop if it is set
     _signaled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
     interrupts: Interrupts = field(init=False, repr=False, compare=False)
 
@@ -207,7 +206,7 @@ class Worker:
     def from_environment(cls) -> Worker:
         """Create the worker of this process, with its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, ...).
 
-        It handles signals from then on. Raises as `torchrun_rank` does.
+        The process handles stop signals from now on. Raises `InputError` as `torchrun_rank` does.
         """
         worker = cls()
         if ranks := torchrun_rank():

@@ -12,7 +12,7 @@ MAX_BUFFERED_ROWS = 1 << 18  # rows that are kept in memory before they are writ
 
 
 def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Return the index, below `count`, of each uint64 hash's bucket; uint64 [N]. Higher buckets have higher hashes."""
+    """Map each uint64 hash to a bucket index in [0, count): uint64 [N]. Higher buckets have higher hashes."""
     return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 

@@ -35,14 +35,14 @@ _MAY_DIFFER = (
     "init_std",
     "attention_init",
 )
-# DistilBERT's values (from the README.md of transformers' research project distillation).
+# DistilBERT's values (from transformers' examples/research_projects/distillation/README.md).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
-# Model settings whose value 0 means the value of another setting, by name.
-_DEFAULT_SETTINGS = {"embedding": "hidden", "kv_heads": "heads"}
+# Model settings for which 0 means "as another setting" -> that setting.
+_FALLBACK_SETTINGS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
 class Distillation(MaskedTokens):
-    """Distillation; `build` and `check` raise `InputError` if the teacher does not fit the student."""
+    """Distillation; `build` and `check` raise `InputError` if the teacher is incompatible with the student."""
 
     setting = "distillation.teacher"
     frozen_role = "teacher"
@@ -93,7 +93,7 @@ class Distillation(MaskedTokens):
 
     @property
     def _has_cosine_loss(self) -> bool:
-        """Return whether there is a cosine loss, which requires equal widths; true if the teacher is unknown."""
+        """Return whether there is a cosine loss, which requires equal widths; true before the teacher is read."""
         return self.frozen_config is None or self.frozen_config.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -126,10 +126,10 @@ class Distillation(MaskedTokens):
         loss = SOFT_WEIGHT * soft_loss / masked + MLM_WEIGHT * mlm_loss / masked
         return {**means, "loss": loss + (COSINE_WEIGHT * cosine_loss / tokens + nsp_loss / labeled)}
 
-    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:  # FLOPs for all positions
         return super().useful_flops(lengths, masked) + self._teacher_flops(lengths, masked)
 
-    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:  # FLOPs that MFU counts
         return super().model_flops(lengths, masked) + self._teacher_flops(lengths, masked)
 
     def _teacher_flops(self, lengths: Sequence[float], masked: float) -> float:
@@ -140,7 +140,7 @@ class Distillation(MaskedTokens):
         queries = sum(lengths) if self._has_cosine_loss else masked
         return (cost.encoder_flops(teacher, lengths, queries) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
 
-    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:  # positions in the last layer
         needs_all_tokens = self._has_cosine_loss or self.config.pairs.has_classifier
         return [tokens if needs_all_tokens else masked]
 
@@ -184,8 +184,8 @@ class DistillingModel(PretrainingModel):
         return self._teachers[0]
 
     def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return losses and correct predictions of one micro-batch. Only the cosine loss uses all tokens."""
-        rows_K, has_cosine = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
+        """Return losses and correct predictions of one micro-batch; encode all tokens only if a loss needs them."""
+        rows_K, has_cosine = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden  # `shape`: ModelConfig
         needs_all_tokens = has_cosine or self.heads.next_sentence
         hidden = self.encode(batch) if needs_all_tokens else self.encode(batch, rows_K)
         with torch.no_grad():
@@ -229,8 +229,8 @@ class DistillingModel(PretrainingModel):
 def evenly_spaced_layers(student_layers: int, teacher_layers: int) -> tuple[int, ...]:
     """Return the index of the teacher's layer for each layer of the student, evenly spaced from first to last.
 
-    For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
-    scripts/extract_distilbert.py).
+    For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers'
+    examples/research_projects/distillation/scripts/extract_distilbert.py).
     """
     if student_layers == 1:
         return (0,)
@@ -250,7 +250,7 @@ def _build_teacher(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
 
 
 def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
-    """Return the shapes of the parameters, by name, of a student that has the teacher's heads."""
+    """Return the shapes of the parameters, by name, of a student with the teacher's pretraining heads."""
     # attention_init `neighbors` reads bias values, which meta tensors lack.
     model = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
@@ -261,7 +261,7 @@ def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, to
 def student_weights(
     config: PretrainConfig, teacher: FrozenModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Return the initial weights of a student: the teacher's embeddings, heads and configured layers.
+    """Return the initial weights of a student: the teacher's embeddings, heads and selected layers.
 
     Args:
         config: the config of the student's run.
@@ -273,10 +273,10 @@ def student_weights(
     """
     _check_same_architecture(config, teacher)
     layers = config.distillation.layers or evenly_spaced_layers(config.model.layers, teacher.model.layers)
-    if max(layers) >= teacher.model.layers or len(set(layers)) < len(layers):
+    if max(layers) >= teacher.model.layers:
         raise InputError(
             f"distillation.layers: {list(layers)}, but {teacher.folder} has {teacher.model.layers} layers, numbered "
-            "from 0. Choose fewer layers for the student."
+            f"from 0. List only numbers below {teacher.model.layers}."
         )
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -285,15 +285,15 @@ def student_weights(
             if name.startswith("heads."):
                 continue
             raise InputError(
-                f"distillation.layers: the student needs {name}, but layer {layers[0]} of {teacher.folder} has none. "
+                f"distillation.layers: the student needs {name}, but layer {layers[0]} of {teacher.folder} lacks it. "
                 "Start the list with 0, the teacher's first layer."
             )
         if name == "embeddings.position":
             weight = weight[: config.model.max_positions]
         if tuple(weight.shape) != tuple(shape):
             raise InputError(
-                f"distillation.teacher: {teacher.folder}: {name} is {list(weight.shape)}, but {list(shape)} in the "
-                "student. Give it the teacher's shape, or set distillation.initialize: false."
+                f"distillation.teacher: {teacher.folder}: {name} has shape {list(weight.shape)}, but "
+                f"{list(shape)} in the student. Give the student that shape, or set distillation.initialize: false."
             )
         state[name] = weight
     return state
@@ -309,21 +309,22 @@ def _teacher_name(name: str, layers: Sequence[int]) -> str:
 
 
 def _setting_value(model: ModelConfig, name: str) -> Any:
-    """Return the value of a model setting; 0 is replaced by the setting in `_DEFAULT_SETTINGS`."""
-    return getattr(model, name) or getattr(model, _DEFAULT_SETTINGS.get(name, name))
+    """Return the value of a model setting, or of its fallback setting if it is 0."""
+    return getattr(model, name) or getattr(model, _FALLBACK_SETTINGS.get(name, name))
 
 
 def _check_same_architecture(config: PretrainConfig, teacher: FrozenModel) -> None:
-    """Raise `InputError` for the first model setting that must equal the teacher's and does not."""
+    """Raise `InputError` for the first model setting with which the student cannot start from the teacher's layers."""
+    at_most_the_teachers = ("layers", "max_positions") if config.model.positions == "learned" else ("layers",)
     for name in ModelConfig.model_fields:
         student_value, teacher_value = (_setting_value(model, name) for model in (config.model, teacher.model))
         if name not in _MAY_DIFFER and student_value != teacher_value:
             raise InputError(
                 f"model.{name}: {student_value!r}, but the teacher ({teacher.folder}) has {teacher_value!r}, and the "
-                "student starts from its layers. Set the teacher's value, or distillation.initialize: false."
+                "student starts from its layers. Use the teacher's value, or distillation.initialize: false."
             )
-    if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
-        raise InputError(
-            f"model.max_positions: {config.model.max_positions}, but the teacher ({teacher.folder}) has "
-            f"{teacher.model.max_positions}. Lower it, or set distillation.initialize: false."
-        )
+        if name in at_most_the_teachers and student_value > teacher_value:
+            raise InputError(
+                f"model.{name}: {student_value}, but the teacher ({teacher.folder}) has only {teacher_value}. Lower "
+                f"model.{name}, or set distillation.initialize: false."
+            )

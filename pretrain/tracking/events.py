@@ -22,7 +22,7 @@ EVALUATION_FIELDS: dict[str, Metric] = {
 """Fields of an evaluation other than losses, accuracies and scores."""
 
 PROBE_SCORES: dict[str, Metric] = {
-    "common_words": Metric("bits", "Mean bits per masked common word.", "Bits of common words", "common words"),
+    "common_words": Metric("bits", "Mean bits per masked common word.", "Bits per common word", "common words"),
     "whole_words": Metric("bits", "Bits per character of masked whole words (lower bound).", "Bits of whole words"),
     "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
     "blimp": Metric("fraction", "Mean accuracy over BLiMP's paradigms.", "BLiMP", "BLiMP"),

@@ -242,7 +242,7 @@ def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
     path.write_text("[]x")
     with pytest.raises(InputError, match="damaged"):
         results.read(path, "x")
-    assert Scores(3.0, 0.4, 1.5, **WORDS_FOUND).headline == "3.5000 ± 0.1000 bits of common words"
+    assert Scores(3.0, 0.4, 1.5, **WORDS_FOUND).headline == "3.5000 ± 0.1000 bits per common word"
     assert make_trial("n", bits=None).scores.headline == "no score of held-out text"
 
 

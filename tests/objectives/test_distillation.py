@@ -234,7 +234,7 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
         ({"model__hidden": 16}, "model.hidden: 16, but the teacher"),
         ({"model__activation": "relu"}, "model.activation: 'relu', but the teacher"),
         ({"distillation__layers": [0, 4]}, "has 4 layers, numbered from 0"),
-        ({"model__layers": 5}, "has 4 layers, numbered from 0"),
+        ({"model__layers": 5}, "model.layers: 5, but the teacher"),
         ({"model__max_positions": 128}, "model.max_positions: 128, but the teacher"),
         ({"distillation__teacher": "nowhere"}, "no such folder"),
     ],

@@ -164,10 +164,10 @@ def test_shares_and_entropy_follow_their_definitions() -> None:
                 mass += np.array([[weights[layer][head][i, j] for head in range(3)] for layer in range(2)])
             even += len(pairs) / length
         assert np.allclose(statistics.shares[kind], mass / 13, atol=1e-6), kind
-        assert statistics.even_shares[kind] == pytest.approx(even / 13), kind
+        assert statistics.uniform_shares[kind] == pytest.approx(even / 13), kind
     entropies = [-(w * np.log(w)).sum(-1).sum(-1) for _, weights in texts for w in weights]
     assert np.allclose(statistics.entropy[0], (entropies[0] + entropies[2]) / 13, atol=1e-5)
-    assert statistics.even_entropy == pytest.approx((7 * math.log(7) + 6 * math.log(6)) / 13)
+    assert statistics.uniform_entropy == pytest.approx((7 * math.log(7) + 6 * math.log(6)) / 13)
 
 
 def test_a_head_of_even_weights_has_the_even_figures_and_one_of_zeros_no_entropy() -> None:
@@ -175,8 +175,8 @@ def test_a_head_of_even_weights_has_the_even_figures_and_one_of_zeros_no_entropy
     statistics = HeadStatistics()
     statistics.add([even, np.eye(7, dtype=np.float32)[None]], marked)
     for kind in KINDS:
-        assert statistics.shares[kind][0, 0] == pytest.approx(statistics.even_shares[kind], abs=1e-6)
-    assert statistics.entropy[0, 0] == pytest.approx(statistics.even_entropy, abs=1e-5)
+        assert statistics.shares[kind][0, 0] == pytest.approx(statistics.uniform_shares[kind], abs=1e-6)
+    assert statistics.entropy[0, 0] == pytest.approx(statistics.uniform_entropy, abs=1e-5)
     assert (statistics.entropy[1, 0], statistics.shares["self"][1, 0]) == (0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Bits of common words and of whole words: the same question for every vocabulary, and one answer of an oracle."""
+"""Bits per common word and per whole word: the same question for every vocabulary, and one answer of an oracle."""
 
 from __future__ import annotations
 

@@ -640,7 +640,7 @@ def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     ended = []
     with Signals(Flag(tmp_path / "stop")) as signals:
-        signals.on_second_signal = lambda: ended.append(True)
+        signals.on_second_sigint = lambda: ended.append(True)
         os.kill(os.getpid(), signal.SIGINT)
         assert (tmp_path / "stop").exists()
         assert not ended

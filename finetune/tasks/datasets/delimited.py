@@ -97,15 +97,16 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
             continue
         if column not in requested.optional:
             existing = f"it has {listing(names)}" if names else f"each row has {width}, numbered from 0"
-            raise InputError(f"{path}:1: no column {column!r}; {existing}. Set the column, `header` or `delimiter`.")
+            advice = "Correct the column, or set `header` or `delimiter`."
+            raise InputError(f"{path}:1: no column {column!r}; {existing}. {advice}")
     return positions
 
 
 def _width_error(path: Path, line: int, count: int, width: int, names: list[str], file_format: Format) -> str:
-    origin = "the header has" if names else "the first row has"
+    first = "header" if names else "first row"
     hint = (
         "Set `quoting: standard` if cells are quoted"
         if file_format == "tsv"
         else "Quote cells that contain the delimiter, or set `delimiter`"
     )
-    return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."
+    return f"{path}:{line}: {counted(count, 'column')}, but the {first} has {width}. {hint}."

@@ -15,7 +15,7 @@ class Reader(RecordReader):
     """The <doc> elements of WikiExtractor."""
 
     record_start = b"\n<doc "
-    previous_bytes = 1
+    previous_bytes = 1  # the newline of `record_start` belongs to the previous record
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path = chunk.paths[0]
@@ -42,13 +42,13 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
 
 
 def _report_unread(text: str, read_count: int, path: str, problems: Problems) -> None:
-    """Add the articles that could not be read to `problems`; `read_count` is the number of articles read."""
-    opened_count = read_count
-    if text.count("<doc") != read_count:  # five times as fast as the next line, and usually equal
-        opened_count = text.count("\n<doc ") + text.startswith("<doc ")
-    if opened_count > read_count:
-        problems.add(path, "<doc> that is not closed or has no title", count=opened_count - read_count)
-    elif not opened_count and _JSON.match(text):
+    """Report how many articles could not be read; `read_count` is the number of articles read."""
+    start_tag_count = read_count
+    if text.count("<doc") != read_count:  # five times as fast as the next line, and usually enough
+        start_tag_count = text.count("\n<doc ") + text.startswith("<doc ")
+    if start_tag_count > read_count:
+        problems.add(path, "<doc> that is not closed or has no title", count=start_tag_count - read_count)
+    elif not start_tag_count and _JSON.match(text):
         problems.add(path, "JSON, as WikiExtractor's --json writes: use kind jsonl")
-    elif not opened_count and text.strip():
+    elif not start_tag_count and text.strip():
         problems.add(path, "no <doc> in this part of the file", f"it starts with {text.strip()[:40]!r}")

@@ -142,13 +142,13 @@ def _page_data(tokens: DisplayTokens, weights: list[np.ndarray], statistics: Hea
             for kind, uniform in _present_kinds(statistics)
         ],
         "entropy": statistics.entropy.round(4).tolist(),
-        "even_entropy": round(statistics.even_entropy, 4),
+        "even_entropy": round(statistics.uniform_entropy, 4),
     }
 
 
 def _present_kinds(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
     """Return (kind, its share under uniform attention) of the kinds of tokens that occur in the input."""
-    return ((kind, uniform) for kind, uniform in statistics.even_shares.items() if uniform > 0)
+    return ((kind, uniform) for kind, uniform in statistics.uniform_shares.items() if uniform > 0)
 
 
 def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
@@ -163,4 +163,4 @@ def _strips(statistics: HeadStatistics) -> Iterator[str]:
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
         yield strip_chart(title, statistics.shares[kind], uniform, format_y=percent)
-    yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, format_y=lambda nats: f"{nats:.3g}")
+    yield strip_chart("Entropy, nats", statistics.entropy, statistics.uniform_entropy, format_y="{:.3g}".format)

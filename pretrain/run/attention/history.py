@@ -26,7 +26,7 @@ from pretrain.run.attention.kinds import HeadStatistics, TokenMarks
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# The kinds of tokens that can be told from token ids and positions alone; words are unknown here.
+# The kinds of attended tokens that follow from token ids and positions alone; word boundaries are not known here.
 RECORDED_KINDS = ("self", "previous", "next", "first", "separator", "same_token")
 _NUM_SEQUENCES, _SEQUENCE_LENGTH = 8, 64  # number and maximum length of the held-out sequences
 _MATRIX_LENGTH = 24  # length of the sequence whose attention matrices are kept, in tokens
@@ -39,7 +39,7 @@ class AttentionHistory:
 
     Args:
         folder: run folder.
-        model: shape of the encoder.
+        model: config of the encoder.
         held_out: validation split, from which the sequences are taken.
     """
 
@@ -52,7 +52,7 @@ class AttentionHistory:
         self._special_ids = held_out.special_ids
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`, from which training continues."""
+        """Drop the records of steps after `step`, the step from which training resumes."""
         if content := read_history(self._path.parent):
             self._write({**content, "records": [record for record in content["records"] if record["step"] <= step]})
 
@@ -60,12 +60,12 @@ class AttentionHistory:
         """Record the attention of the weights after `step` steps, unless there is a record of that step.
 
         So averaged weights, which are evaluated after the trained weights of the same step, are not recorded.
-        If the file cannot be written, the log says so and training continues.
+        If the file cannot be written, a warning is logged and training continues.
 
         Args:
             step: number of optimizer steps so far.
             parameters: full tensors by name, in any precision and on any device; only the encoder's are used.
-            model: shape of the encoder in the current phase; None for the shape passed at construction.
+            model: config of the encoder in the current phase; None for the config passed at construction.
         """
         records = read_history(self._path.parent).get("records", [])
         if not self._sequences or any(record["step"] == step for record in records):
@@ -84,10 +84,10 @@ class AttentionHistory:
         self._write(
             {
                 "format": FORMAT,
-                "picture": self._matrix_ids.tolist(),
+                "picture": self._matrix_ids.tolist(),  # token ids of the sequence of `matrices`
                 "heads": self._heads(),
-                "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED_KINDS},
-                "even_entropy": round(statistics.even_entropy, 4),
+                "even_shares": {kind: round(statistics.uniform_shares[kind], 4) for kind in RECORDED_KINDS},
+                "even_entropy": round(statistics.uniform_entropy, 4),
                 "records": thin_records([*records, record]),
             }
         )
@@ -111,7 +111,7 @@ class AttentionHistory:
             with atomic_open(self._path, "w") as file:
                 json.dump(content, file, separators=(",", ":"))
         except (OSError, RunError) as error:
-            logger.warning("the attention of the heads is not recorded: %s", error)
+            logger.warning("could not record the attention of the heads: %s", error)
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _pack_matrix(weights_LL: np.ndarray) -> str:
 
 
 def _select_sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
-    """Return up to `_NUM_SEQUENCES` sequences of at most `length` tokens, from distant documents: int64 [L]."""
+    """Return up to `_NUM_SEQUENCES` sequences of at most `length` tokens, from evenly spaced documents: int64 [L]."""
     special, sequences = shards.special_ids, []
     documents = [(shard, index) for shard in shards.shards for index in range(len(shard.documents) - 1)]
     count = min(_NUM_SEQUENCES, len(documents))
@@ -154,7 +154,7 @@ def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> TokenMarks:
 
 
 def thin_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop records until `_MAX_RECORDS` are left, the closest ones first, but never the first or the last."""
+    """Drop the records with the closest neighbors until `_MAX_RECORDS` are left; always keep the first and the last."""
     while len(records) > _MAX_RECORDS:
         gaps = [records[i + 1]["step"] - records[i - 1]["step"] for i in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]

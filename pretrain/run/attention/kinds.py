@@ -99,12 +99,12 @@ class HeadStatistics:
         return self._entropy / self.tokens
 
     @property
-    def even_shares(self) -> dict[str, float]:
+    def uniform_shares(self) -> dict[str, float]:
         """Return the shares of a head that attends to all tokens evenly."""
         return dict(zip(KINDS, (self._even_totals / self.tokens).tolist(), strict=True))
 
     @property
-    def even_entropy(self) -> float:
+    def uniform_entropy(self) -> float:
         """Return the entropy in nats of a head that attends to all tokens evenly, which is the maximum."""
         return self._even_entropy / self.tokens
 

@@ -33,7 +33,7 @@ _DESCRIPTION = """Trains a config on fixed text with a fixed FLOP budget, and sc
 
 The text is sampled from --data: at most 10 million words for training, and more that is held out. The budget counts
 every FLOP of matrix products that training executes; the phases of the config keep their proportions. The run is an
-ordinary pretraining in --out/runs. Trials are ranked by bits of common words, which compare vocabularies. To resume,
+ordinary pretraining in --out/runs. Trials are ranked by bits per common word, which compare vocabularies. To resume,
 repeat the command.
 
 example: ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3"""

@@ -30,7 +30,7 @@ class Scores:
     nats: float | None = None  # nats per masked token of the held-out text, 15 % masked 80/10/10
     accuracy: float | None = None  # accuracy on these tokens
     bits_per_character: float | None = None  # comparable only within a vocabulary
-    common_word_bits: float | None = None  # bits of common words; comparable across vocabularies
+    common_word_bits: float | None = None  # bits per common word; comparable across vocabularies
     common_word_error: float | None = None  # standard error of `common_word_bits` over the words
     whole_word_bits: tuple[float, float] | None = None  # bounds of the bits per character of whole words
     unscored: str = ""  # reason why there are no word scores
@@ -39,7 +39,7 @@ class Scores:
     def headline(self) -> str:
         """The main score: comparable across vocabularies if there is one, otherwise within a vocabulary."""
         if self.common_word_bits is not None:
-            return f"{self._common} bits of common words"
+            return f"{self._common} bits per common word"
         if self.bits_per_character is not None:
             return f"{self.bits_per_character:.4f} bits per character, which compare runs of one vocabulary only"
         return "no score of held-out text"
@@ -50,7 +50,7 @@ class Scores:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key of runs with the same budget: bits of common words, then bits per character."""
+        """Sort key of runs with the same budget: bits per common word, then bits per character."""
         across, within = self.common_word_bits, self.bits_per_character
         return float("inf") if across is None else across, float("inf") if within is None else within
 

@@ -28,7 +28,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, (default, supported) in _SUPPORTED.items():
         if config.get(key, default) != supported:
             raise ValueError(f"{key} is {config.get(key, default)!r}; only {supported!r} is supported")
-    _pooler_activation(config)
+    _pooler_activation(config)  # raises an error if it is not supported
     hidden = config["hidden_size"]
     derived = {
         "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # `ModelConfig` rejects 0
@@ -55,7 +55,7 @@ def _read_terms(config: Mapping[str, Any]) -> str:
     terms = {term.strip() for term in (value.lower().split("|") if isinstance(value, str) else value or [])}
     name = next((name for name, known in _TERMS.items() if set(known) == terms), None)
     if name is None:
-        raise ValueError(f"pos_att_type is {value!r}; only 'c2p', 'p2c' and both are supported")
+        raise ValueError(f"pos_att_type is {value!r}; 'c2p', 'p2c' or both are supported")
     return name
 
 
@@ -101,8 +101,8 @@ def _pooler_activation(config: Mapping[str, Any]) -> str:
 _EMBEDDING_MODULES = bert.embedding_modules("deberta")
 
 LAYOUT = Layout(
-    family="deberta",
-    model_type="deberta-v2",
+    family="deberta",  # name of this layout
+    model_type="deberta-v2",  # in config.json
     class_prefix="DebertaV2",
     layer="encoder.layer",
     layer_modules={
@@ -127,13 +127,13 @@ LAYOUT = Layout(
     task_head=_head,
     model_family="deberta",
     bare_prefixes=("embeddings.", "encoder."),
-    spellings=(
+    spellings=(  # older names of parameters -> names in `other_modules`
         (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),
         (r"^lm_predictions\.lm_head\.", "cls.predictions."),
     ),
     unused={
         "mask_predictions.": "the head that detects replaced tokens",
-        "deberta.embeddings.position_embeddings.": "absolute positions, which are not added to this input",
+        "deberta.embeddings.position_embeddings.": "absolute positions, which this model does not use",
     },
     defaults=bert.DEFAULTS,
     read=_read,

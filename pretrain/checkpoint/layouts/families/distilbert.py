@@ -1,6 +1,6 @@
 """DistilBERT, as in transformers 5.23 (models/distilbert/modeling_distilbert.py and configuration_distilbert.py).
 
-It has no token types. Our models train embeddings for them anyway; on export, type 0's is added to the positions.
+It has no token types. Our models train embeddings for them; on export, type 0's embedding is added to all positions'.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ LAYOUT = Layout(
         "embeddings.word": "distilbert.embeddings.word_embeddings",
         "embeddings.position": "distilbert.embeddings.position_embeddings",
         "embeddings.norm": "distilbert.embeddings.LayerNorm",
-        "heads.mlm_transform": "vocab_transform",
+        "heads.mlm_transform": "vocab_transform",  # `heads` are for pretraining, `head` is for a task
         "heads.mlm_norm": "vocab_layer_norm",
         "heads.mlm": "vocab_projector",
         "heads.decoder": "vocab_projector",
