@@ -21,7 +21,7 @@ from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel, head_parameters
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.layouts import read_config
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import ReleasedModel, read_released
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
@@ -190,19 +190,19 @@ def make_theirs(kind: str, family: str, shape: Shape) -> Any | None:
     return model
 
 
-def read_back(model: Any, folder: Path) -> Released:
+def read_back(model: Any, folder: Path) -> ReleasedModel:
     """Save a model with transformers, and read it with our code."""
     model.save_pretrained(folder)
     return read_released(folder)
 
 
-def batch_for(released: Released, shape: Shape) -> MicroBatch:
+def batch_for(released: ReleasedModel, shape: Shape) -> MicroBatch:
     """Return a batch with the shape's lengths; all tokens are in one segment if the model has only one."""
     batch = make_batch(shape.lengths, ROWS)
     return batch if released.token_types == 2 else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
 
 
-def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
+def inputs_of(batch: MicroBatch, released: ReleasedModel) -> dict[str, Tensor]:
     """Return the arguments of transformers' models."""
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if released.token_types == 2 else [])]
     padded = pad(batch)
@@ -226,20 +226,20 @@ def _measure_mlm(family: str, shape: Shape, folder: Path) -> dict[str, float]:
     return {MLM: difference(ours_KV, logits_KV.detach()), GRADIENTS: _gradient_difference(model, theirs, released)}
 
 
-def mlm_model(released: Released) -> PretrainingModel:
+def mlm_model(released: ReleasedModel) -> PretrainingModel:
     """Return our pretraining model, with the head from the checkpoint."""
     model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
     model.load_state_dict({**released.backbone, **released.pretraining})
     return model
 
 
-def mlm_logits(released: Released, shape: Shape) -> Tensor:
+def mlm_logits(released: ReleasedModel, shape: Shape) -> Tensor:
     """Return the logits at the masked tokens of the shape's batch, [K, V]."""
     with torch.no_grad():
         return mlm_model(released).masked_logits(batch_for(released, shape))
 
 
-def _gradient_difference(model: PretrainingModel, theirs: Any, released: Released) -> float:
+def _gradient_difference(model: PretrainingModel, theirs: Any, released: ReleasedModel) -> float:
     """Return the largest difference over the gradients of all parameters, by transformers' names."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     arch = read_config(released.config)
@@ -277,7 +277,7 @@ def _measure_task(
     return found
 
 
-def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> Tensor:
+def padded_logits(released: ReleasedModel, inputs: dict[str, Tensor], head: Head) -> Tensor:
     """Return the logits of the padded model from which the ONNX export is made, [R, C]."""
     model = PaddedModel(released, head).eval()
     with torch.no_grad():
@@ -287,7 +287,7 @@ def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> 
     return (torch.stack(outputs, -1) if head == "spans" else outputs[0])[inputs["attention_mask"].bool()]
 
 
-def task_model(released: Released, head: Head, objective: Objective) -> TaskModel:
+def task_model(released: ReleasedModel, head: Head, objective: Objective) -> TaskModel:
     """Return our fine-tuning model, with the head from the checkpoint."""
     outputs = len(released.head["out_weight"])
     model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
@@ -295,12 +295,12 @@ def task_model(released: Released, head: Head, objective: Objective) -> TaskMode
     return model
 
 
-def task_shapes(released: Released, head: Head) -> dict[str, tuple[int, ...]]:
+def task_shapes(released: ReleasedModel, head: Head) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a task head's parameters, for 2 outputs."""
     return {p.name: p.shape for p in head_parameters(released.model, 2, released.task_head(head))}
 
 
-def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
+def task_batch(released: ReleasedModel, shape: Shape, head: Head) -> LabeledBatch:
     """Return the tokens of `batch_for` as labeled windows; the head reads the first token of each, or all tokens."""
     batch = batch_for(released, shape)
     lengths = torch.tensor(shape.lengths)
@@ -329,7 +329,7 @@ def their_logits(theirs: Any, inputs: dict[str, Tensor], head: Head) -> Tensor:
     return logits_BLC[inputs["attention_mask"].bool()]
 
 
-def _onnx_logits(released: Released, inputs: dict[str, Tensor], folder: Path) -> Tensor:
+def _onnx_logits(released: ReleasedModel, inputs: dict[str, Tensor], folder: Path) -> Tensor:
     import onnxruntime
 
     model = PaddedModel(released, "sequence").eval()

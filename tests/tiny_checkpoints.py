@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint.assembly import Released
+    from pretrain.checkpoint.assembly import ReleasedModel
 
 WORDS = ["good", "bad", "fine", "poor", "great", "awful", "film", "book", "plot", "end"]
 WORDS += ["very", "not", "a", "the", "was", "is", "it", "and", "or"]
@@ -73,7 +73,7 @@ def add_sentence_files(folder: Path, pooling: dict[str, Any], *further: str) -> 
     return folder
 
 
-def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
+def write_again(released: ReleasedModel, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
     """Write a released model again, with changed arguments of `write_released`; return the folder."""
     from pretrain.checkpoint.released_writer import write_released
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.tasks.base import Head
-from pretrain.checkpoint.released import Released
+from pretrain.checkpoint.released import ReleasedModel
 from pretrain.model.block import activation_function, norm_function
 from pretrain.model.norms import get_norm
 from pretrain.model.padded import PaddedEncoder, frozen_module
@@ -21,10 +21,10 @@ class PaddedModel(PaddedEncoder):
 
     Args:
         released: the weights of encoder and head, and the model family.
-        head: the model's kind of head.
+        head: the kind of head.
     """
 
-    def __init__(self, released: Released, head: Head) -> None:
+    def __init__(self, released: ReleasedModel, head: Head) -> None:
         super().__init__(released.model, released.backbone)
         self.head = head
         self.has_token_types = released.token_types > 1
@@ -44,13 +44,13 @@ class PaddedModel(PaddedEncoder):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return logits from inputs int64 [B, L]; by head: sequence [B, C], tokens [B, L, C], spans two of [B, L]."""
+        """Return logits from inputs int64 [B, L]: [B, C] (sequence), [B, L, C] (tokens) or two of [B, L] (spans)."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head != "sequence":
             logits_BLC = self._apply_output(self._apply_layers(hidden_BLH))
             return logits_BLC.unbind(-1) if self.head == "spans" else (logits_BLC,)
         pooling = self.head_layers.pooling
-        if pooling == "late":
+        if pooling == "late":  # the layers are applied to each token, and the results are averaged
             return (self._apply_output(_mean(self._apply_layers(hidden_BLH), attention_mask)),)
         pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOLING_FUNCTIONS[pooling](hidden_BLH, attention_mask)
         return (self._apply_output(self._apply_layers(pooled_BH)),)

@@ -18,7 +18,7 @@ from cluster.workers.request import TrialRequest
 from cluster.workers.trials import run_trials
 from finetune.experiments.outcomes import Outcome, Trial, combined_error
 from finetune.training import runs
-from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.config import FinetuneConfig, forbidden_changes
 from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
@@ -100,7 +100,7 @@ def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
 
 def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
-    with preflight.checked_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
+    with preflight.checked_run_folder(config, preflight.recorded_config(config), forbidden_changes, resume=True):
         if checkpoint_names(config.folder):
             runs.check_same_settings(config, finished=False)  # trials always resume
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])

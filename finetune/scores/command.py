@@ -15,7 +15,7 @@ from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import check_model, write_scores
 from finetune.scores.text_scores import MISSING_REASON, text_scores
 from finetune.scores.view import score_table, write_scores_page
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import ReleasedModel, read_released
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import SCORES
 from pretrain.common.thread_waits import sleep_when_contended
@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 
 
-def _results(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _results(
+    folder: Path, released: ReleasedModel, arguments: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name of the score, {"how": settings, "scores": values}) as soon as each score is computed."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
@@ -58,7 +60,7 @@ def _results(folder: Path, released: Released, arguments: argparse.Namespace) ->
             yield blimp.NAME, {"how": how, "scores": blimp_score(model, paradigms).as_data()}
 
 
-def _describe(arguments: argparse.Namespace, released: Released) -> dict[str, Any]:
+def _describe(arguments: argparse.Namespace, released: ReleasedModel) -> dict[str, Any]:
     """Return the description of the model for scores.json."""
     folder, shape = arguments.model, released.model
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pretrain.batches.batch import MaskedSequence, masked_batch
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import ReleasedModel, read_released
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
 from pretrain.common.errors import InputError
@@ -89,7 +89,7 @@ class MaskedModel:
     """
 
     def __init__(
-        self, folder: Path, precision: Literal["fp32", "bf16"] = "fp32", released: Released | None = None
+        self, folder: Path, precision: Literal["fp32", "bf16"] = "fp32", released: ReleasedModel | None = None
     ) -> None:
         self.precision, released = precision, released or read_released(folder)
         state, missing = released.prediction_state()
@@ -178,7 +178,7 @@ def enclosing_ids(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarra
     return np.array(prefix, np.int64), np.array(suffix, np.int64)
 
 
-def fingerprint(folder: Path, released: Released) -> str:
+def fingerprint(folder: Path, released: ReleasedModel) -> str:
     """Return the SHA-256 of a model's tensors, tokenizer (in `folder`) and architecture, as hexadecimal digits."""
     tokenizer = read_tokenizer(folder, released.vocabulary_size)
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}

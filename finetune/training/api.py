@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.training import runs
-from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.training.config import FinetuneConfig, forbidden_changes, load_config
 from pretrain.common.records import NO_METRICS
 from pretrain.common.run_files import SCORES
 from pretrain.common.settings import AnyConfig, Overrides, with_start
@@ -58,7 +58,7 @@ def train(
         "finetune.training.train:main",
         check=check,
         is_finished=lambda config: runs.is_finished(config, resume=True),
-        find_changed=changed_for_resume,
+        find_changed=forbidden_changes,
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )

@@ -16,7 +16,7 @@ from pretrain.common.extensions import check_name
 from pretrain.common.sections import Keys, Location, Section
 from pretrain.common.setting_errors import first_problem
 from pretrain.config import (
-    FREE_ON_RESUME,
+    FREE_IN_ALL_RUNS,
     CheckpointConfig,
     EngineConfig,
     OptimizerConfig,
@@ -325,13 +325,9 @@ def config_type(path: Path | str) -> type[RunConfig]:
 
 
 # Settings that may change when a run is resumed.
-ALL_FREE_ON_RESUME = (
-    *FREE_ON_RESUME,
-    "start_from",
-    "training.patience",
-)
+FREE_IN_FINETUNING = (*FREE_IN_ALL_RUNS, "start_from", "training.patience")
 
 
-def changed_for_resume(old: FinetuneConfig, new: FinetuneConfig, _done: int = 0) -> list[str]:
+def forbidden_changes(old: FinetuneConfig, new: FinetuneConfig, _done: int = 0) -> list[str]:
     """List settings that differ although a resumed run must keep them, as "name (old value -> new value)"."""
-    return settings.differences(old, keep_precision(new, old), ignore=ALL_FREE_ON_RESUME)
+    return settings.differences(old, keep_precision(new, old), ignore=FREE_IN_FINETUNING)

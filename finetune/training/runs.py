@@ -13,7 +13,7 @@ from typing import Any
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.training.card import repeated_remark
-from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.config import FinetuneConfig, forbidden_changes
 from finetune.training.model.start import is_short, read_start, start_table
 from finetune.training.saved import MODEL, load_saved, result_lines
 from pretrain.common.commands import program
@@ -83,7 +83,7 @@ def check_same_settings(config: FinetuneConfig, *, finished: bool) -> None:
     if not path.is_file():
         return
     recorded = load_recorded(path, FinetuneConfig)
-    changes = changed_for_resume(recorded, config)
+    changes = forbidden_changes(recorded, config)
     if Path(recorded.start_from).resolve() != Path(config.start_from).resolve():
         changes.append(f"start_from ({recorded.start_from} -> {config.start_from})")
     old_patience, new_patience = recorded.training.patience, config.training.patience

@@ -30,7 +30,7 @@ from pretrain.storage.runs import fetched_model
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pretrain.checkpoint.released import Released
+    from pretrain.checkpoint.released import ReleasedModel
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class SavedModel:
 def save_model(
     config: FinetuneConfig,
     task: Task[Any],
-    released: Released,
+    released: ReleasedModel,
     weights: Mapping[str, Tensor],
     *,
     step: int,
@@ -124,7 +124,7 @@ def save_model(
 
 
 def _write_model(
-    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], facts: CardFacts
+    config: FinetuneConfig, task: Task[Any], released: ReleasedModel, weights: Mapping[str, Tensor], facts: CardFacts
 ) -> None:
     from pretrain.checkpoint.released_writer import write_released
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.datasets.text import TextEncoder
-from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.config import FinetuneConfig, forbidden_changes
 from finetune.training.model.batches import Batches, LabeledBatch, LabeledStep
 from finetune.training.model.inference import inference_model, predict_logits
 from finetune.training.model.output_layer import fit_output_layer
@@ -26,7 +26,7 @@ from finetune.training.model.start import fits_output_layer, initial_state, is_s
 from finetune.training.model.task_model import Output, TaskModel
 from finetune.training.saved import MODEL, SetResult, save_model
 from pretrain.checkpoint import store
-from pretrain.checkpoint.released import Released
+from pretrain.checkpoint.released import ReleasedModel
 from pretrain.checkpoint.start import digest
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
@@ -90,7 +90,9 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         engine.close()
 
 
-def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
+def make_model(
+    config: FinetuneConfig, task: Task[Any], released: ReleasedModel, examples: Sequence[Any] = ()
+) -> TaskModel:
     """Create the initial model: the checkpoint's weights, and random weights for parameters that it lacks.
 
     The bias of a new output layer for regression starts at the task's `initial_prediction` for the `examples`.
@@ -157,7 +159,7 @@ class Finetuning:
         self.total_steps = self.config.total_steps(self.units)
         self._stalled_seconds = 0.0
 
-    def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def fitted_output_layer(self, released: ReleasedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Call `fit_output_layer` for a model with these weights on rank 0; return the fitted tensors on all ranks."""
 
         def fit() -> dict[str, Tensor]:
@@ -336,13 +338,13 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
             f"{checkpoint}: the dev set of {config.task_name}, whose scores choose the model, has changed since it was "
             "scored. Restore the dev set, or choose another name or run_dir."
         )
-    check_settings(state, checkpoint, config, changed_for_resume)
+    check_settings(state, checkpoint, config, forbidden_changes)
 
 
 def _finish(
     config: FinetuneConfig,
     finetuning: Finetuning,
-    released: Released,
+    released: ReleasedModel,
     engine: Engine,
     log_artifact: Callable[[Path], None],
 ) -> None:

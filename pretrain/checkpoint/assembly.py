@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int | None, ...]]
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedModel:
     """A released model in memory; all tensors fp32.
 
     Attributes:
@@ -71,7 +71,7 @@ class Released:
 
 def assemble(
     tensors: Mapping[str, Tensor], arch: Architecture, config: dict[str, Any], *, where: str = "checkpoint"
-) -> Released:
+) -> ReleasedModel:
     """Assemble the model from a family's `tensors`, by the family's names.
 
     The backbone must be complete. A head that is incomplete or has another shape is left out entirely, and so is a
@@ -110,7 +110,7 @@ def assemble(
         if tied and name not in parameter_of:
             has_head = "heads.mlm_transform_weight" in head_state or "heads.mlm_bias" in head_state
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
-    return Released(
+    return ReleasedModel(
         family=layout.family,
         model=model,
         backbone=backbone,

@@ -71,7 +71,7 @@ def export(
         family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" uses the model's family,
             or `layouts.BERTRAIN` if that layout cannot represent the model.
         config: config.json of that released model; the fields that the shape does not determine are kept.
-        sentence_files: as in `assembly.Released`.
+        sentence_files: as in `assembly.ReleasedModel`.
         class_suffix: suffix of the class's name, such as ForPreTraining; "" if `next_sentence` decides it.
 
     Raises:

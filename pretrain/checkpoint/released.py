@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.assembly import Released, assemble
+from pretrain.checkpoint.assembly import ReleasedModel, assemble
 from pretrain.checkpoint.layouts import BERTRAIN, Architecture, Layout, layout_of, read_config, unsupported_parts
 from pretrain.checkpoint.layouts.pooled import POOLING, unwrap
 from pretrain.checkpoint.mapping import MappedTensor
@@ -25,10 +25,10 @@ from pretrain.config import ModelConfig, config_of
 from pretrain.objectives import make_objective
 from pretrain.storage.runs import fetched_model
 
-__all__ = ["Released", "read_model_config", "read_released", "unsupported_in_transformers"]
+__all__ = ["ReleasedModel", "read_model_config", "read_released", "unsupported_in_transformers"]
 
 
-def read_released(folder: Path) -> Released:
+def read_released(folder: Path) -> ReleasedModel:
     """Read the model in `folder`: a released model, an export, or a run (its latest checkpoint).
 
     Raises:
@@ -93,7 +93,7 @@ def _to_architecture(config: dict[str, Any], path: Path) -> Architecture:
         raise InputError(f"{path}: bertrain's encoder does not support this model ({reason}).") from None
 
 
-def _read_run(folder: Path) -> Released:
+def _read_run(folder: Path) -> ReleasedModel:
     checkpoint = store.choose(folder / "checkpoints", None)
     export_spec = make_objective(config_of(folder)).exported[-1]  # the last one is the main model
     state = export_spec.weights(store.read_weights(checkpoint))
@@ -102,7 +102,7 @@ def _read_run(folder: Path) -> Released:
     layout = layout_of(model, export_spec.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     renamed = {name: task_name for name in pretraining if (task_name := _task_head_name(name, layout))}
-    return Released(
+    return ReleasedModel(
         family=layout.family,
         model=model,
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},

@@ -49,13 +49,13 @@ def write_released(
         out: folder to create.
         family: a key of `LAYOUTS`.
         model: the shape.
-        backbone, head: as in `assembly.Released`; the head needs all layers of the family's `layouts.TaskHead`.
+        backbone, head: as in `assembly.ReleasedModel`; the head needs all layers of the family's `layouts.TaskHead`.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASS_SUFFIXES`.
         config: fields of config.json besides the shape's: the fields that were read, id2label, problem_type.
         tokenizer_folder: a folder with the model's tokenizer.
         card: content of README.md.
         extra: additional text files, name -> content.
-        sentence_files: as in `assembly.Released`; written to the folder of the encoder.
+        sentence_files: as in `assembly.ReleasedModel`; written to the folder of the encoder.
 
     Raises:
         InputError: the tokenizer cannot be read, the layout cannot represent the model, `out` is not an export, or

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import ReleasedModel, read_released
 from pretrain.checkpoint.sentence_transformers import module_warnings
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.addresses import local_path
@@ -41,9 +41,9 @@ from pretrain.storage.runs import fetched_model
 _NOT_IN_WEIGHTS = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _VOCABULARY_PARAMETERS = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
-# BERT's pooler -> its name in `Released.head`.
+# BERT's pooler -> its name in `ReleasedModel.head`.
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
-# Parameters that may also be the first layer of a task's head -> their names in `Released.head`.
+# Parameters that may also be the first layer of a task's head -> their names in `ReleasedModel.head`.
 _SHARED_WITH_TASKS = {
     **_POOLER,
     "heads.mlm_transform_weight": "dense_weight",
@@ -78,7 +78,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
     return [*_model_overrides(location, model, config_values), *_vocabulary_overrides(location, tokenizer, vocabulary)]
 
 
-def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
+def start_tokenizer(folder: Path, released: ReleasedModel | None = None) -> Tokenizer:
     """Read the tokenizer of the checkpoint in `folder`, in the form that the preparation of a corpus needs.
 
     Raises `InputError` if the tokenizer is missing, or cannot be used to prepare a corpus.
@@ -104,7 +104,7 @@ def _resume_overrides(earlier_config: PretrainConfig, config_values: Mapping[str
     return [*_model_overrides(earlier_config.start_from, earlier_config.model, config_values), *overrides]
 
 
-def _model_config(released: Released, entries: int) -> ModelConfig:
+def _model_config(released: ReleasedModel, entries: int) -> ModelConfig:
     """Return the checkpoint's shape, with the padding rows after the vocabulary's `entries`; 0 drops these rows."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
@@ -182,7 +182,7 @@ class Start:
         table: lines for the user: the parameter that each tensor fills, and how other parameters are initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is one of our runs.
-        sentence_files: as in `released.Released`.
+        sentence_files: as in `released.ReleasedModel`.
     """
 
     state: dict[str, Tensor]
@@ -299,7 +299,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 
 def weights_table(
-    released: Released,
+    released: ReleasedModel,
     shapes: Mapping[str, Sequence[int]],
     missing: Sequence[str],
     *,

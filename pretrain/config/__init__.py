@@ -19,8 +19,8 @@ from pretrain.config.filters import ContaminationConfig, EvaluationSetConfig, Fi
 from pretrain.config.model import FLASH_WIDTHS, MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
-    FREE_ON_RESUME,
-    changed_for_resume,
+    FREE_IN_ALL_RUNS,
+    forbidden_changes,
     keep_precision,
     run_folder,
     used_start_from,
@@ -39,7 +39,7 @@ from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseCon
 
 __all__ = [
     "FLASH_WIDTHS",
-    "FREE_ON_RESUME",
+    "FREE_IN_ALL_RUNS",
     "MASKING_SCHEMES",
     "MAX_WIDTH",
     "SOURCES",
@@ -69,8 +69,8 @@ __all__ = [
     "SpikeConfig",
     "TrackingConfig",
     "VocabularyConfig",
-    "changed_for_resume",
     "config_of",
+    "forbidden_changes",
     "keep_precision",
     "load_config",
     "run_folder",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
-READ_BY_OBJECTIVES = ("distillation.teacher",)
+OBJECTIVE_FILE_SETTINGS = ("distillation.teacher",)
 """Settings that are paths of objectives' files. A resumed run may change them, since it compares the contents."""
 
 

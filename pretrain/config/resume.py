@@ -9,14 +9,14 @@ from pretrain.common import settings
 from pretrain.common.addresses import local_run
 from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
-from pretrain.config.objectives import READ_BY_OBJECTIVES
+from pretrain.config.objectives import OBJECTIVE_FILE_SETTINGS
 from pretrain.config.run import ConfigT, PretrainConfig, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
 MIXING_SETTINGS = ("weights", "temperature", "max_epochs")
 """Settings of a phase that determine how much of each source it reads."""
 
-FREE_ON_RESUME = (
+FREE_IN_ALL_RUNS = (
     "name",
     "run_dir",
     "scheduling",
@@ -33,10 +33,10 @@ FREE_ON_RESUME = (
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
 
-ALL_FREE_ON_RESUME = (
-    *FREE_ON_RESUME,
+FREE_IN_PRETRAINING = (
+    *FREE_IN_ALL_RUNS,
     "fork_from",
-    # The text that the run reads is compared with the checkpoint's record of it.
+    # The text itself is compared, by its fingerprint in the checkpoint.
     "corpus",
     *(f"phases.*.{name}" for name in MIXING_SETTINGS),
     "evaluation.every_steps",
@@ -49,18 +49,18 @@ ALL_FREE_ON_RESUME = (
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",
 )
-EVALUATED_ONLY = "adaptation.replay_corpus"  # setting that may change unless its text is replayed in training
+FREE_WITHOUT_REPLAY = "adaptation.replay_corpus"  # may change if neither config replays its text in training
 
 
-def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done_steps: int) -> list[str]:
-    """Return changed settings, with both values, that a run which resumes after `done_steps` steps must keep.
+def forbidden_changes(before: PretrainConfig, after: PretrainConfig, done_steps: int) -> list[str]:
+    """Return the changes, with both values, of settings that a run must keep when it resumes after `done_steps` steps.
 
-    Phases must be the same up to that step: the current phase may end there or be longer, and later ones may change.
+    Phases must agree up to that step; after it, the current one may be shorter or longer, and later ones may change.
     """
     is_replayed = before.adaptation.replay_share or after.adaptation.replay_share
-    free = ALL_FREE_ON_RESUME if is_replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
+    free = FREE_IN_PRETRAINING if is_replayed else (*FREE_IN_PRETRAINING, FREE_WITHOUT_REPLAY)
     # Paths that both configs set may differ, since the contents are compared by fingerprint.
-    free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
+    free += tuple(name for name in OBJECTIVE_FILE_SETTINGS if all(map(attrgetter(name), (before, after))))
     old, new = (_first_steps(config, done_steps) for config in (before, keep_precision(after, before)))
     return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done_steps)
 

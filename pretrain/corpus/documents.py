@@ -141,8 +141,8 @@ class Documents:
         self._only_held_out = all(summary.source in held_out_sources for summary in summaries)
         self._max_held_out_hash = -1  # the highest hash of a held-out document
         self._near_duplicates: NearDuplicates | None = None
-        # Counts by source: near-duplicates, training documents that match held-out ones, held-out documents that the
-        # corpus already trains on.
+        # Counts by source: near-duplicates, training documents that match held-out ones, held-out documents that are
+        # already in the corpus's training set.
         source_count = 1 + max([*(summary.source for summary in summaries), *held_out_sources], default=-1)
         self._near_counts, self._lost_counts, self._trained_counts = np.zeros((3, source_count), np.int64)
 
@@ -172,7 +172,7 @@ class Documents:
         documents = cls(work_dir, summaries, validation_fraction, held_out_sources)
         if not documents._count:
             raise _empty_error(summaries, faults)
-        known_hashes = [(load_hashes(path), are_trained) for path, are_trained in known_hash_files]
+        known_hashes = [(load_hashes(path), are_in_training_set) for path, are_in_training_set in known_hash_files]
         documents._drop(near_duplicates, known_hashes)
         documents._check_not_trained()
         documents._hold_out()
@@ -217,23 +217,23 @@ class Documents:
         is_dropped = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
         first_equal = np.maximum.accumulate(np.where(is_dropped, 0, np.arange(len(rows))))  # first row with this hash
         in_fraction = hashes[:, 0] < self._hash_limit
-        is_lost = ~in_held_out & in_held_out[first_equal]
-        is_near, is_trained, is_held_out = np.zeros((3, len(rows)), bool)
-        for file_hashes, are_trained in known_hashes:
+        is_lost_to_held_out = ~in_held_out & in_held_out[first_equal]
+        is_near, is_in_training_set, is_held_out = np.zeros((3, len(rows)), bool)
+        for file_hashes, are_in_training_set in known_hashes:
             is_known = are_among(file_hashes, hashes)
             is_dropped |= is_known
-            is_trained |= is_known & bool(are_trained)
+            is_in_training_set |= is_known & bool(are_in_training_set)
             # If near-duplicates are not searched, each dropped document equals one that is trained on or held out.
-            may_be_held_out = are_trained is False or (are_trained is None and not near_duplicates)
+            may_be_held_out = are_in_training_set is False or (are_in_training_set is None and not near_duplicates)
             is_held_out |= is_known & (in_fraction | may_be_held_out)
-        is_lost |= ~in_held_out & is_held_out & ~is_trained
-        self._trained_counts += self._count_by_source(documents[is_trained & in_held_out])
+        is_lost_to_held_out |= ~in_held_out & is_held_out & ~is_in_training_set
+        self._trained_counts += self._count_by_source(documents[is_in_training_set & in_held_out])
         if near_duplicates:
             is_near = are_among(near_duplicates.hashes, hashes) & ~is_dropped
-            is_lost |= are_among(near_duplicates.lost, hashes) & is_near
+            is_lost_to_held_out |= are_among(near_duplicates.lost_to_held_out, hashes) & is_near
             is_dropped |= is_near
         dropped = np.zeros(int(is_dropped.sum()), _DROPPED)
-        for name, values in (("document", documents), ("near", is_near), ("lost", is_lost)):
+        for name, values in (("document", documents), ("near", is_near), ("lost", is_lost_to_held_out)):
             dropped[name] = values[is_dropped]
         return dropped
 
@@ -247,7 +247,7 @@ class Documents:
 
     def _check_not_trained(self) -> None:
         """Raise `InputError` if the corpus already trains on documents of a held-out source."""
-        similar = self._near_duplicates.trained_counts if self._near_duplicates else {}
+        similar = self._near_duplicates.in_training_counts if self._near_duplicates else {}
         counts = {name: (int(self._trained_counts[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
         found = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
         if found:

@@ -1,4 +1,4 @@
-"""Measures a device's rate of matrix products, and chooses the precision of training and inference.
+"""Measures a device's matmul throughput, and chooses the precision of training and inference.
 
 This module resolves `engine.precision: auto` from the devices of all workers. bf16 has the range of fp32 and needs no
 loss scaling. But CPUs without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere do
@@ -19,11 +19,11 @@ from pretrain.config import ConfigT, EngineConfig, Precision, with_precision
 if TYPE_CHECKING:
     import torch
 
-SECONDS = 0.25  # duration of one measurement
+SECONDS = 0.25  # duration of one matmul measurement
 _FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # smallest and largest width of the square matrices
 _MIN_PRODUCT_SECONDS = 5e-3  # minimum duration of a product, so that its launch time is negligible
 _TRIES = 4  # number of products of one size before a larger size is tried
-_NOISE_RATIO = 0.9  # two rates whose ratio is above this may differ only by measurement noise
+_NOISE_RATIO = 0.9  # rates whose ratio is above this count as equal (measurement noise)
 _MIN_BF16_RATIO = 0.5  # minimum ratio of a CPU's bf16 rate to its fp32 rate for inference in bf16
 
 
@@ -32,8 +32,8 @@ class DeviceCapabilities(NamedTuple):
 
     name: str
     capability: tuple[int, int] | None  # CUDA's compute capability; None on CPU
-    bf16: float = 0.0  # rate of matrix products in bf16 on one thread, FLOP/s; not measured on CUDA
-    fp32: float = 0.0  # likewise in fp32
+    bf16_rate: float = 0.0  # matmul throughput in bf16 on one thread, FLOP/s; not measured on CUDA
+    fp32_rate: float = 0.0  # likewise in fp32
 
 
 class PrecisionChoice(NamedTuple):
@@ -53,15 +53,15 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device, in FLOP/s: the highest rate within `seconds`.
+    """Measure the throughput of square matmuls on one device: the highest FLOP/s within `seconds`.
 
     Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
     milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.
 
     Args:
-        threads: number of CPU threads; 0 keeps torch's setting. Busy cores affect one thread least.
+        threads: number of CPU threads; 0 keeps torch's setting. Load on other cores disturbs one thread least.
         concurrent: other workers measure at the same time, so the median product is used instead of the fastest.
-            Virtual cores share the AMX unit of a physical core, and a product may happen to have it alone.
+            Virtual cores share the AMX unit of a physical core; the fastest product may have had it to itself.
     """
     import torch
 
@@ -78,7 +78,7 @@ def measure_matmul(
     torch.set_num_threads(1)
     try:
         while True:
-            generator = torch.Generator(device).manual_seed(0)  # the random state of a run must not depend on a cache
+            generator = torch.Generator(device).manual_seed(0)  # cached rates must not change a run's random state
             a = torch.randn(size, size, generator=generator, device=device).to(dtype)
             fastest = min(product(a) for _ in range(_TRIES))  # the first one may initialize a library
             if fastest >= _MIN_PRODUCT_SECONDS or size == largest:
@@ -105,12 +105,12 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 @functools.cache
 def single_thread_peak(precision: Precision) -> float:
-    """Return the FLOP/s of matrix products on one thread of this CPU, cached on disk."""
+    """Return the matmul throughput on one thread of this CPU in FLOP/s, cached on disk."""
     return cached_rate(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
-    """Return whether a device with these rates of matrix products (FLOP/s) should compute in fp32."""
+    """Return whether a device with this matmul throughput (FLOP/s) should compute in fp32."""
     return bf16 < _NOISE_RATIO * fp32
 
 
@@ -128,20 +128,17 @@ def choose_precision(devices: Sequence[DeviceCapabilities]) -> PrecisionChoice:
     weakest = min((x for x in devices if x.capability), key=lambda x: x.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _choose_gpu_precision(weakest.name, weakest.capability)
-    bf16, fp32 = (sum(getattr(x, name) for x in devices) for name in ("bf16", "fp32"))
-    rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
-    return PrecisionChoice(
-        "fp32" if is_faster_in_fp32(bf16, fp32) else "bf16",
-        f"measured {rates} on a thread of each CPU worker",
-    )
+    bf16, fp32 = (sum(getattr(x, name) for x in devices) for name in ("bf16_rate", "fp32_rate"))
+    rates = f"{bf16 / 1e9:,.3g} GFLOP/s in bf16, {fp32 / 1e9:,.3g} in fp32 (matmuls; sum over workers, one thread each)"
+    return PrecisionChoice("fp32" if is_faster_in_fp32(bf16, fp32) else "bf16", f"measured {rates}")
 
 
 def _choose_gpu_precision(name: str, capability: tuple[int, int]) -> PrecisionChoice:
     gpu = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
-        return PrecisionChoice("bf16", f"{gpu}, which computes bf16")
+        return PrecisionChoice("bf16", f"{gpu}, which supports bf16")
     if capability >= (7, 0):
-        return PrecisionChoice("fp16", f"{gpu}: tensor cores for fp16, none for bf16; the loss is scaled")
+        return PrecisionChoice("fp16", f"{gpu}: it has tensor cores for fp16, not for bf16; the loss is scaled")
     return PrecisionChoice("fp32", f"{gpu}: no tensor cores")
 
 
@@ -199,7 +196,7 @@ def resolve_precision(config: ConfigT, hardware: str = "") -> tuple[ConfigT, str
 def inference_precision(training_precision: Precision, device: torch.device) -> PrecisionChoice:
     """Choose the precision of inference: the same as in training, unless the device is slow in it or lacks it.
 
-    A CPU counts as slow in bf16 below half its fp32 rate, so that measurement noise does not change scores.
+    Below half its fp32 rate, a CPU counts as slow in bf16; the margin keeps noise from changing the choice, and scores.
     """
     if training_precision == "fp32":
         return PrecisionChoice("fp32", "as trained")
@@ -208,7 +205,7 @@ def inference_precision(training_precision: Precision, device: torch.device) -> 
     if device.type == "cuda":
         is_supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
     else:
-        is_supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
+        is_supported = training_precision == "bf16" and measured.bf16_rate > _MIN_BF16_RATIO * measured.fp32_rate
     if is_supported:
         return PrecisionChoice(training_precision, "as trained")
     return PrecisionChoice(best.precision, f"trained in {training_precision}, but {best.reason}")

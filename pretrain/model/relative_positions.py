@@ -1,6 +1,6 @@
 """Relative positions: biases of the attention scores (T5), or distance embeddings (DeBERTa).
 
-Shape letters: H hidden width, N heads, M tokens of the longest sequence.
+Shape letters: H hidden width, N heads, M tokens of the longest sequence, P rows of the table that are used.
 """
 
 import torch
@@ -35,10 +35,10 @@ class RelativeBiases(nn.Module):
 class RelativeEmbeddings(nn.Module):
     """Distance embeddings, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
 
-    transformers applies dropout to them. We do not: they do not belong to a sample (docs/invariants.md, 1).
+    transformers applies dropout to them. We do not: all samples share them, but our dropout masks depend on the sample.
     """
 
-    table: nn.Parameter  # [2 * span, H]
+    table: nn.Parameter  # [2 * relative_span, H]
 
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
 from pretrain.common.packages import expect
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
-from pretrain.config import PretrainConfig, changed_for_resume, config_of, load_config, run_folder, used_start_from
+from pretrain.config import PretrainConfig, config_of, forbidden_changes, load_config, run_folder, used_start_from
 from pretrain.objectives import make_objective
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
@@ -90,7 +90,7 @@ def train(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
-        find_changed=changed_for_resume,
+        find_changed=forbidden_changes,
         metrics=make_objective(resolved).metrics,
         training_context=training_context,
         callbacks=tuple(callbacks),
@@ -188,7 +188,7 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
         return pace.with_recorded_schedule(config)
     preflight.check_corpus(config)
     if not dry_run:
-        with preflight.checked_run_folder(config, None, changed_for_resume, resume=resume):
+        with preflight.checked_run_folder(config, None, forbidden_changes, resume=resume):
             pass  # raise errors before the measurement, not after it
     return pace.fit(config, minutes, mean_lengths(config))
 

@@ -23,7 +23,7 @@ from pretrain.common.files import (
 )
 from pretrain.common.records import read_records
 from pretrain.common.run_files import FORK_FILE, METRICS, PROBES, START_FILE, read_fork
-from pretrain.config import PretrainConfig, changed_for_resume
+from pretrain.config import PretrainConfig, forbidden_changes
 from pretrain.tracking.mirror import new_id
 
 
@@ -116,7 +116,7 @@ def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
 
     store.verify(checkpoint)
     old_config = config_of_checkpoint(PretrainConfig, store.read_state(checkpoint), checkpoint)
-    if changed := changed_for_resume(old_config, config, step):
+    if changed := forbidden_changes(old_config, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(changed)}. Restore the "
             f"old values; to change settings from step {step} on, end the phase there and add another."

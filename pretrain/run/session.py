@@ -21,7 +21,7 @@ from pretrain.common.settings import changes, differences
 from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.common.worker import Worker
 from pretrain.config import ConfigT, RunConfig, SchedulingConfig, with_precision
-from pretrain.config.objectives import READ_BY_OBJECTIVES
+from pretrain.config.objectives import OBJECTIVE_FILE_SETTINGS
 from pretrain.model import precision
 from pretrain.run import preflight
 from pretrain.tracking import live
@@ -35,7 +35,7 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=1)  # time limit of a collective; a rank m
 # The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Settings with paths, which may differ between machines; `check_same_data` compares the contents of the files.
-_PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
+_PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *OBJECTIVE_FILE_SETTINGS)
 _WORKER_SETTINGS = ("hang_seconds",)  # the settings of `scheduling` that workers read
 # A restart rarely helps a worker that waits for a batch or for storage, so its limit is this multiple of hang_seconds.
 _STALL_FACTOR = 10

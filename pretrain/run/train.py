@@ -28,7 +28,7 @@ from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
-from pretrain.config import PretrainConfig, changed_for_resume
+from pretrain.config import PretrainConfig, forbidden_changes
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.encoder import Encoder
@@ -332,7 +332,7 @@ def check_state(
     if state.get("sampler") != SAMPLER_VERSION:  # which determines the order of the samples
         raise InputError(version_mismatch(checkpoint, "Train again."))
     _check_mixtures(state, checkpoint, config, shards, mixtures)
-    check_settings(state, checkpoint, config, changed_for_resume)
+    check_settings(state, checkpoint, config, forbidden_changes)
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."

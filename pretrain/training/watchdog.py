@@ -33,7 +33,7 @@ from pretrain.training.engine.deepspeed_patches import COLLECTIVE_MODULES, GATHE
 from pretrain.training.heartbeats import (
     HANG,
     IN_COLLECTIVE,
-    START_SECONDS,
+    STARTUP_TIMEOUT_SECONDS,
     AllRanksCheck,
     Hang,
     Heartbeat,
@@ -43,12 +43,12 @@ from pretrain.training.heartbeats import (
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # bounds of the time between heartbeats, which is a sixteenth of the limit
-_LINGER_ROUNDS = 2.5  # rounds between a finding and the exit, so that all ranks receive it before a collective fails
+_LINGER_ROUNDS = 2.5  # rounds from finding a hang to the exit, so that all ranks learn of it before a collective fails
 _STORE_SECONDS = 30.0  # timeout of a request to the store
 _LAST_HEARTBEAT_SECONDS = 4.0  # time limit for publishing the last heartbeat
 _ANNOUNCE_SECONDS = 1.0  # time limit for publishing an announcement
 _COMPILE_SECONDS = 1800.0  # time limit of one compilation
-_FIRST_BEATS = 20  # number of micro-batches at the start that may take `START_SECONDS` each
+_FIRST_BEATS = 20  # number of micro-batches at the start that may take `STARTUP_TIMEOUT_SECONDS` each
 _PATIENCE = 10  # allowed time without progress, as a multiple of the longest recent micro-batch except outliers
 _OUTLIERS = 2  # number of longest recent micro-batches to ignore: another rank may have stalled in them
 _DUMP_SECONDS = 4.0  # time limit of py-spy
@@ -100,11 +100,11 @@ class Watchdog:
         self._compiles, self._launching = compiles, (*LAUNCHING, *launching) if on_gpu else ()
         low, high = _ROUND_SECONDS
         self._round_seconds = min(high, max(low, limit_seconds / 16))
-        self._heartbeat_count = self._pulses = self._position = 0
+        self._heartbeat_count = self._progress_count = self._micro_batches = 0
         self._last_beat_at = time.monotonic()
         self._beat_seconds: deque[float] = deque(maxlen=100)  # lengths of recent micro-batches
         self._allowances: list[float] = []  # seconds for each `allow` block or compilation in progress
-        self._awaited = ""
+        self._waiting_for = ""
         self._stop = threading.Event()
         self._started_at = time.time()
         self._thread_id = threading.get_ident()
@@ -117,11 +117,11 @@ class Watchdog:
     def beat(self) -> None:
         """Record that this rank starts another micro-batch."""
         now = time.monotonic()
-        if self._pulses:
+        if self._progress_count:
             self._beat_seconds.append(now - self._last_beat_at)
         if not self._allowances:  # inside `allow`, ranks may have different numbers of micro-batches
-            self._position += 1
-        self._pulses, self._last_beat_at = self._pulses + 1, now
+            self._micro_batches += 1
+        self._progress_count, self._last_beat_at = self._progress_count + 1, now
 
     @contextlib.contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
@@ -139,12 +139,12 @@ class Watchdog:
     def awaiting(self, what: str) -> Iterator[None]:
         """Declare that the block waits for `what`, such as "a batch", from data or storage, not for other ranks."""
         started = time.monotonic()
-        self._awaited = what
+        self._waiting_for = what
         try:
             yield
         finally:
-            self._awaited = ""
-            self._pulses += 1
+            self._waiting_for = ""
+            self._progress_count += 1
             self._last_beat_at += time.monotonic() - started  # the length of a micro-batch excludes stalls
 
     def __enter__(self) -> Watchdog:
@@ -175,11 +175,12 @@ class Watchdog:
         self._heartbeat_count += 1
         return Heartbeat(
             count=self._heartbeat_count,
-            pulses=self._pulses,
-            position=self._position,
-            allowed=self._allowed(),
-            allowed_silence=max(self._limit_seconds, *self._allowances, 0.0),
-            awaited=self._awaited or (IN_COLLECTIVE if waits_for_others(self._thread_id, self._launching) else ""),
+            progress_count=self._progress_count,
+            micro_batches=self._micro_batches,
+            progress_timeout=self._progress_timeout(),
+            silence_timeout=max(self._limit_seconds, *self._allowances, 0.0),
+            waiting_for=self._waiting_for
+            or (IN_COLLECTIVE if waits_for_others(self._thread_id, self._launching) else ""),
             has_ended=has_ended,
             host=self._host,
             pid=self._pid,
@@ -192,14 +193,14 @@ class Watchdog:
 
     def _end_allowance(self) -> None:
         self._allowances.pop()
-        self._pulses, self._last_beat_at = self._pulses + 1, time.monotonic()
+        self._progress_count, self._last_beat_at = self._progress_count + 1, time.monotonic()
 
-    def _allowed(self) -> float:
-        """Return the seconds without progress that do not count as a hang of this rank at present."""
+    def _progress_timeout(self) -> float:
+        """Return this rank's current limit on seconds without progress."""
         longest = sorted(self._beat_seconds)[-_OUTLIERS - 1 : -_OUTLIERS]  # empty or one number
         usual = max(self._limit_seconds, *(_PATIENCE * seconds for seconds in longest), 0.0)
-        startup = START_SECONDS if self._position < _FIRST_BEATS else 0.0
-        stall = self._stall_seconds if self._awaited else 0.0
+        startup = STARTUP_TIMEOUT_SECONDS if self._micro_batches < _FIRST_BEATS else 0.0
+        stall = self._stall_seconds if self._waiting_for else 0.0
         if self._allowances:
             return max(self._limit_seconds, stall, *self._allowances)
         return max(usual, startup, stall)
@@ -210,43 +211,43 @@ class Watchdog:
         all_ranks = AllRanksCheck(self._world_size if self._exchange else 1, 0.0)
         rank0 = Rank0Check(self._rank, _LINGER_ROUNDS * self._round_seconds)
         while not self._stop.wait(self._round_seconds):
-            finding = self._find(all_ranks, rank0, clock.tick())
-            if finding is not None and not self._stop.is_set():
-                self._give_up(finding)
+            hang = self._find(all_ranks, rank0, clock.tick())
+            if hang is not None and not self._stop.is_set():
+                self._give_up(hang)
 
     def _find(self, all_ranks: AllRanksCheck, rank0: Rank0Check, now: float) -> Hang | None:
-        """Return the finding at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
+        """Return a hang found at the time `now`, or None; rank 0 checks all ranks, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
             all_ranks.record([self.heartbeat()], now)
-            finding = all_ranks.find()
-            return finding and finding._replace(rank=self._rank)
+            hang = all_ranks.find()
+            return hang and hang._replace(rank=self._rank)
         if self._rank:
-            return rank0.find(exchange.summary, self._pulses, self._allowed(), now)
+            return rank0.find(exchange.summary, self._progress_count, self._progress_timeout(), now)
         heartbeats, exchange.heartbeats = exchange.heartbeats, None
         if heartbeats is not None:
             all_ranks.record(heartbeats, now)
-        if silent_seconds := all_ranks.silent_seconds(now, self._limit_seconds):
-            reason = f"got no response from the heartbeat store for {silent_seconds:.0f} s"
+        if overdue := all_ranks.overdue_round_seconds(now, self._limit_seconds):
+            reason = f"got no response from the heartbeat store for {overdue:.0f} s"
             return Hang(HANG, self._rank, reason, self._host, self._pid)
         return all_ranks.find()
 
-    def _give_up(self, finding: Hang) -> None:
+    def _give_up(self, hang: Hang) -> None:
         exchange = self._exchange
-        found_here = exchange is None or exchange.summary is None or exchange.summary.finding != finding
+        found_here = exchange is None or exchange.summary is None or exchange.summary.hang != hang
         if exchange is not None and self._rank == 0:
-            exchange.publish(finding)
+            exchange.publish(hang)
         found_at = time.monotonic()
         # The storage itself may hang, so the exit waits for it only briefly.
-        writer = threading.Thread(target=self._write, args=(finding, found_here), daemon=True)
+        writer = threading.Thread(target=self._write, args=(hang, found_here), daemon=True)
         writer.start()
         writer.join(_WRITE_SECONDS)
         if exchange is not None:
             time.sleep(max(0.0, found_at + _LINGER_ROUNDS * self._round_seconds - time.monotonic()))
         os._exit(MachineError.exit_code)
 
-    def _write(self, finding: Hang, found_here: bool) -> None:
-        rank, reason = finding.rank, finding.reason
+    def _write(self, hang: Hang, found_here: bool) -> None:
+        rank, reason = hang.rank, hang.reason
         stacks = self._logs / f"stacks-{self._rank}.txt"
         print(f"watchdog: rank {rank} {reason}; stacks are in {stacks}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception), stacks.open("a") as file:
@@ -256,32 +257,32 @@ class Watchdog:
             file.write(_stacks())
         if found_here:
             with contextlib.suppress(Exception):
-                self.write_finding(finding)
-        if rank != self._rank and finding.host == self._host:
-            self._dump_stacks_of(finding)
+                self.write_hang(hang)
+        if rank != self._rank and hang.host == self._host:
+            self._dump_stacks_of(hang)
 
-    def write_finding(self, finding: Hang) -> None:
+    def write_hang(self, hang: Hang) -> None:
         """Write hang.json unless another rank has: a disconnected rank would blame ranks that it cannot reach."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._started_at:
                 return
         content = {
-            "event": finding.event,
-            "rank": finding.rank,
-            "reason": f"rank {finding.rank} {finding.reason}",
+            "event": hang.event,
+            "rank": hang.rank,
+            "reason": f"rank {hang.rank} {hang.reason}",
             "time": time.time(),
             "found_by": self._rank,
         }
         write_json(path, content)
 
-    def _dump_stacks_of(self, finding: Hang) -> None:
+    def _dump_stacks_of(self, hang: Hang) -> None:
         """Write the stacks of another rank on this machine with py-spy: a stopped process cannot write them itself."""
-        with contextlib.suppress(Exception), (self._logs / f"stacks-{finding.rank}.txt").open("a") as file:
-            file.write(f"---- {time.strftime('%F %T')}, rank {finding.rank}, seen by rank {self._rank}\n")
+        with contextlib.suppress(Exception), (self._logs / f"stacks-{hang.rank}.txt").open("a") as file:
+            file.write(f"---- {time.strftime('%F %T')}, rank {hang.rank}, seen by rank {self._rank}\n")
             file.flush()
             subprocess.run(
-                [Path(sys.executable).with_name("py-spy"), "dump", "--nonblocking", "--pid", str(finding.pid)],
+                [Path(sys.executable).with_name("py-spy"), "dump", "--nonblocking", "--pid", str(hang.pid)],
                 stdout=file,
                 stderr=file,
                 timeout=_DUMP_SECONDS,
@@ -306,7 +307,7 @@ class ExchangeThread:
         self.error: Exception | None = None
         self._watchdog, self._connect, self._rank, self._round_seconds = watchdog, connect, rank, round_seconds
         self._exchange = HeartbeatExchange(rank, world_size)
-        self._finding: Hang | None = None
+        self._hang: Hang | None = None
         self._is_ending = False
         self._requested = self._published = 0  # number of announcements requested and published so far
         self._condition = threading.Condition()
@@ -321,9 +322,9 @@ class ExchangeThread:
             self._condition.notify_all()
             self._condition.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
 
-    def publish(self, finding: Hang) -> None:
-        """On rank 0: publish a finding."""
-        self._finding = finding
+    def publish(self, hang: Hang) -> None:
+        """On rank 0: publish a hang."""
+        self._hang = hang
         self.announce()
 
     def end(self) -> None:
@@ -352,7 +353,7 @@ class ExchangeThread:
             if not self._exchange.is_attached:  # connecting is slow if hundreds of ranks do it at once
                 self._exchange.attach(self._connect())
             if self._rank == 0:
-                self.heartbeats = self._exchange.gather(heartbeat, self._finding)
+                self.heartbeats = self._exchange.gather(heartbeat, self._hang)
             else:
                 self.summary = self._exchange.report(heartbeat)
             self.error = None

@@ -27,7 +27,7 @@ from finetune.tasks.registry import make_task
 from finetune.training.card import CardFacts, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.saved import SetResult
-from pretrain.checkpoint.released import Released
+from pretrain.checkpoint.released import ReleasedModel
 from pretrain.common.errors import MachineError
 from pretrain.common.files import verify_manifest
 from pretrain.config import ModelConfig
@@ -42,7 +42,7 @@ OBJECTIVES = dict(parity.HEADS.values())
 ALL = [(family, head) for family in ("BERT", "DistilBERT", "RoBERTa", "ELECTRA") for head in OBJECTIVES]
 
 
-def made(folder: Path, family: str, head: Head) -> tuple[Released, dict[str, Tensor], Tensor]:
+def made(folder: Path, family: str, head: Head) -> tuple[ReleasedModel, dict[str, Tensor], Tensor]:
     """A model of transformers as we read it, padded inputs, and [R, C] of the model that is trained."""
     released = parity.read_back(parity.make_theirs(parity.CLASSES[head], family, SHAPE), folder)
     model = parity.task_model(released, head, OBJECTIVES[head]).eval()

@@ -13,16 +13,16 @@ from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.task_model import TaskModel
 from finetune.training.saved import SetResult, save_model
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import ReleasedModel, read_released
 from pretrain.checkpoint.released_writer import write_released
 
 
-def task_model(released: Released, head: Head, objective: Objective, outputs: int) -> TaskModel:
+def task_model(released: ReleasedModel, head: Head, objective: Objective, outputs: int) -> TaskModel:
     return TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
 
 
 def write_like(
-    released: Released, out: Path, purpose: Head, head: dict[str, Tensor], tokenizer: Path, **config: Any
+    released: ReleasedModel, out: Path, purpose: Head, head: dict[str, Tensor], tokenizer: Path, **config: Any
 ) -> Path:
     """The released model with this head, in its own layout; `config` changes config.json."""
     parts: dict[str, Any] = {"family": released.family, "model": released.model, "backbone": released.backbone}

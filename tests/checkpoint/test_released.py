@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finetune.tasks.datasets.tables import read_table
-from pretrain.checkpoint.assembly import Released, assemble
+from pretrain.checkpoint.assembly import ReleasedModel, assemble
 from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
 from pretrain.checkpoint.released import read_released
@@ -234,11 +234,11 @@ STATE = PretrainingModel(SHAPE, ROWS).state_dict().items()
 TENSORS = released_tensors({n.replace("heads.pooler_", "head.dense_"): torch.randn_like(t) for n, t in STATE}, FACTS)
 
 
-def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:
+def read_tensors(tensors: dict[str, Tensor], **config: Any) -> ReleasedModel:
     return assemble(tensors, read_config({**BERT_SIZES, **config}), {}, where="here")
 
 
-def target_of(released: Released, name: str) -> str:
+def target_of(released: ReleasedModel, name: str) -> str:
     return {tensor.name: tensor.target for tensor in released.mapping}[name]
 
 

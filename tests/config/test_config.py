@@ -11,7 +11,7 @@ import pytest
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
-from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
+from pretrain.config import ModelConfig, PretrainConfig, forbidden_changes, load_config
 from pretrain.run import preflight
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
@@ -66,7 +66,7 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
     with (
         pytest.raises(InputError) as caught,
-        preflight.checked_run_folder(config, None, changed_for_resume, resume=False),
+        preflight.checked_run_folder(config, None, forbidden_changes, resume=False),
     ):
         pass
     assert str(caught.value).startswith(f"tracking.{message}")
@@ -78,7 +78,7 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     assert load_config(folder / "config.yaml") == config
     for changes in ([], [f"tracking.{setting}", "tracking.wandb=off"]):
         changed = load_config(path, [*changes, f"run_dir={folder}"])
-        with preflight.checked_run_folder(changed, config, changed_for_resume, resume=True):
+        with preflight.checked_run_folder(changed, config, forbidden_changes, resume=True):
             pass
 
 
@@ -338,7 +338,7 @@ def test_a_size_fills_the_shape():
 def resumed(write, *overrides: str, done: int = 12) -> list[str]:
     """What must not change after `done` steps, of phases of 10 and 5."""
     path = write(GOOD)
-    return changed_for_resume(load_config(path), load_config(path, overrides), done)
+    return forbidden_changes(load_config(path), load_config(path, overrides), done)
 
 
 def test_a_resumed_run_may_move_and_change_its_speed(write):
@@ -351,16 +351,16 @@ def test_a_resumed_run_may_change_the_rate_of_muon(write):
     path = write(GOOD)
     muon = load_config(path, ["optimizer.name=muon"])
     slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_lr_scale=0.5"])
-    assert changed_for_resume(muon, slower, 12) == []
+    assert forbidden_changes(muon, slower, 12) == []
     momentum = load_config(path, ["optimizer.name=muon", "optimizer.beta1=0.5"])
-    assert len(changed_for_resume(muon, momentum, 12)) == 1
+    assert len(forbidden_changes(muon, momentum, 12)) == 1
 
 
 def test_weights_are_compared_by_what_they_make_a_phase_read(write):
     """By the state of the checkpoint, not here: other weights may read the same of a corpus that has grown."""
     path = write(GOOD)
     before, after = (load_config(path, [f"phases.0.weights.books={weight}"]) for weight in (1, 5))
-    assert not changed_for_resume(before, after, 12)
+    assert not forbidden_changes(before, after, 12)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
@@ -368,7 +368,7 @@ def test_general_text_is_fixed_while_it_is_replayed(write, share):
     path = write(GOOD)
     common = ["start_from=x", f"adaptation.replay_share={share}"]
     before, after = (load_config(path, [*common, f"adaptation.replay_corpus={name}"]) for name in ("a", "b"))
-    assert [name.split(" ")[0] for name in changed_for_resume(before, after, 12)] == ["adaptation.replay_corpus"] * (
+    assert [name.split(" ")[0] for name in forbidden_changes(before, after, 12)] == ["adaptation.replay_corpus"] * (
         share > 0
     )
 
@@ -394,8 +394,8 @@ def test_phases_that_have_begun_are_kept_and_later_ones_are_free(write):
     path = write(GOOD)
     before = load_config(path)
     after = before.model_copy(update={"phases": before.phases[:1]})
-    assert changed_for_resume(before, after, 10) == []
-    assert any(name.startswith("phases.1.steps (1 -> ") for name in changed_for_resume(before, after, 11))
+    assert forbidden_changes(before, after, 10) == []
+    assert any(name.startswith("phases.1.steps (1 -> ") for name in forbidden_changes(before, after, 11))
 
 
 @pytest.mark.parametrize(
@@ -408,10 +408,10 @@ def test_phases_that_have_begun_are_kept_and_later_ones_are_free(write):
 def test_a_longer_phase_keeps_what_its_length_decides(write, setting: str, changes: str):
     path = write(GOOD)
     before, longer = (load_config(path, [setting, f"phases.0.steps={steps}"]) for steps in (10, 20))
-    (found,) = changed_for_resume(before, longer, 4)
+    (found,) = forbidden_changes(before, longer, 4)
     assert found.startswith(f"phases.0.steps (10 -> 20, which changes {changes}")
     shorter = load_config(path, [setting, "phases.0.steps=4"])
-    assert changed_for_resume(before, shorter, 4) == []
+    assert forbidden_changes(before, shorter, 4) == []
 
 
 @pytest.mark.parametrize("text", ["08", "1e5", "0x1F", "-.5e3", "1_000", "off", "null", "1:30", "2001-01-01", "~", ""])

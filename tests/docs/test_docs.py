@@ -168,8 +168,8 @@ def test_the_table_of_what_may_change_on_resume_is_whole():
             for section in re.findall(r"`(\w+)`", sections) or [""]:
                 within = [section] if cell.startswith("all") else re.findall(r"`(\w+)`", cell)
                 names |= {f"{section}.{name}" if section not in ("", name) else name for name in within}
-    pretraining = (*resume.ALL_FREE_ON_RESUME, resume.EVALUATED_ONLY, *resume.READ_BY_OBJECTIVES)
-    expected = (pretraining, finetune_config.ALL_FREE_ON_RESUME)
+    pretraining = (*resume.FREE_IN_PRETRAINING, resume.FREE_WITHOUT_REPLAY, *resume.OBJECTIVE_FILE_SETTINGS)
+    expected = (pretraining, finetune_config.FREE_IN_FINETUNING)
     assert found == tuple({name.replace(".*", "") for name in names} for names in expected)
 
 

@@ -18,7 +18,7 @@ from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.model.start import initial_state, start_table
 from finetune.training.runs import plan
 from finetune.training.train import make_model
-from pretrain.checkpoint.assembly import Released, assemble
+from pretrain.checkpoint.assembly import ReleasedModel, assemble
 from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.common.errors import InputError
@@ -37,7 +37,7 @@ PRETRAINED = (
 )
 
 
-def make_released(outputs: int = 0, name: str = "SequenceClassification", **config: Any) -> Released:
+def make_released(outputs: int = 0, name: str = "SequenceClassification", **config: Any) -> ReleasedModel:
     """A pretrained BERT; with `outputs` one with an output layer, which a class of transformers called `name` wrote."""
     values = {**CONFIG, **config}
     torch.manual_seed(0)
@@ -103,7 +103,9 @@ def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
         (SPANS, make_released(2, "TokenClassification"), False),
     ],
 )
-def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], released: Released, kept: bool) -> None:
+def test_an_output_layer_is_kept_if_it_has_the_same_meaning(
+    task: Task[Any], released: ReleasedModel, kept: bool
+) -> None:
     config = make_config()
     state = initial_state(config, task, released)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.worker import Worker
-from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
+from pretrain.config import EngineConfig, PretrainConfig, forbidden_changes, keep_precision
 from pretrain.model import precision
 from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose_precision
 from pretrain.run import preflight, session
@@ -105,8 +105,8 @@ def test_the_choice_of_a_run_is_not_a_change_of_its_settings(tmp_path: Path) -> 
         assert preflight.with_resolved_precision(run_config(folder, chosen)).engine.precision == found
     before = run_config(chosen="fp32")
     assert keep_precision(run_config(), before).engine.precision == "fp32"
-    assert changed_for_resume(before, run_config(), 1) == []
-    assert changed_for_resume(before, run_config(chosen="bf16"), 1) == ["engine.precision (fp32 -> bf16)"]
+    assert forbidden_changes(before, run_config(), 1) == []
+    assert forbidden_changes(before, run_config(chosen="bf16"), 1) == ["engine.precision (fp32 -> bf16)"]
 
 
 def settle(folder: str, given: list[str]) -> list[str]:

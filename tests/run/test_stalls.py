@@ -38,7 +38,7 @@ class Engine:
 
     @property
     def doing(self) -> str:
-        return self.watch.heartbeat().awaited
+        return self.watch.heartbeat().waiting_for
 
     def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
         return values.add_(self.others)
@@ -151,9 +151,9 @@ def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
     path = tmp_path / HANG_FILE
     path.write_text(json.dumps({"event": "hang", "rank": 5, "reason": "an old one", "time": time.time() - 60}))
     watchdog = Watchdog(0, 8, tmp_path, 8.0)
-    watchdog.write_finding(Hang("hang", 7, "was silent", "a", 1))
+    watchdog.write_hang(Hang("hang", 7, "was silent", "a", 1))
     Watchdog(7, 8, tmp_path, 8.0)
-    watchdog.write_finding(Hang("hang", 0, "was silent", "a", 1))
+    watchdog.write_hang(Hang("hang", 0, "was silent", "a", 1))
     assert json.loads(path.read_text())["rank"] == 7
 
 

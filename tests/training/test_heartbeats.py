@@ -11,9 +11,9 @@ from pretrain.training.heartbeats import AllRanksCheck, Hang, Heartbeat, Heartbe
 WAITS = heartbeats.IN_COLLECTIVE
 
 
-def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
-    usual = {"position": 0, "allowed": 8.0, "allowed_silence": 8.0, "awaited": "", "has_ended": False}
-    return Heartbeat(count, pulses, **{**usual, "host": "a", "pid": 1, **more})  # type: ignore[arg-type]
+def heartbeat(count: int, progress_count: int = 0, **more: object) -> Heartbeat:
+    usual = {"micro_batches": 0, "progress_timeout": 8.0, "silence_timeout": 8.0, "waiting_for": "", "has_ended": False}
+    return Heartbeat(count, progress_count, **{**usual, "host": "a", "pid": 1, **more})  # type: ignore[arg-type]
 
 
 def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
@@ -31,22 +31,26 @@ def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
 def test_progress_of_one_rank_is_enough() -> None:
     ranks = AllRanksCheck(3, 0.0)
     for now in range(100):
-        ranks.record([heartbeat(now), heartbeat(now, pulses=now), heartbeat(now)], float(now))
+        ranks.record([heartbeat(now), heartbeat(now, progress_count=now), heartbeat(now)], float(now))
         assert ranks.find() is None
 
 
-OTHER = {"awaited": WAITS, "position": 7}
+OTHER = {"waiting_for": WAITS, "micro_batches": 7}
 
 
 @pytest.mark.parametrize(
     ("last", "rank", "why"),
     [
         # In no collective, even where it is not behind: a rank may hang after its forward pass.
-        *(((OTHER,) * n + ({"awaited": "", "position": 7},) + (OTHER,) * (3 - n), n, "") for n in range(4)),
+        *(((OTHER,) * n + ({"waiting_for": "", "micro_batches": 7},) + (OTHER,) * (3 - n), n, "") for n in range(4)),
         # The slowest, if stack frames do not differ.
-        (({"position": 8}, {"position": 7}, {"position": 8}), 1, ""),
-        (tuple({"position": position, "awaited": WAITS} for position in (8, 8, 7)), 2, "all ranks have waited"),
-        (({"awaited": WAITS}, {"has_ended": True, "position": 9}, {"awaited": WAITS}), 1, "has ended"),
+        (({"micro_batches": 8}, {"micro_batches": 7}, {"micro_batches": 8}), 1, ""),
+        (
+            tuple({"micro_batches": position, "waiting_for": WAITS} for position in (8, 8, 7)),
+            2,
+            "all ranks have waited",
+        ),
+        (({"waiting_for": WAITS}, {"has_ended": True, "micro_batches": 9}, {"waiting_for": WAITS}), 1, "has ended"),
     ],
 )
 def test_the_rank_that_hangs_is_named(last: tuple[dict[str, object], ...], rank: int, why: str) -> None:
@@ -61,9 +65,9 @@ def named(finding: Hang | None, rank: int, why: str = "") -> None:
 
 
 def test_data_stalls_apart_from_hangs() -> None:
-    waiting = {"awaited": "a batch", "allowed": 30.0, "position": 6}
-    assert find({"awaited": WAITS}, waiting, seconds=30) is None
-    finding = find({"awaited": WAITS}, waiting, seconds=31)
+    waiting = {"waiting_for": "a batch", "progress_timeout": 30.0, "micro_batches": 6}
+    assert find({"waiting_for": WAITS}, waiting, seconds=30) is None
+    finding = find({"waiting_for": WAITS}, waiting, seconds=31)
     assert finding == Hang("data_stall", 1, "has waited 31 s for a batch", "a", 1)
 
 
@@ -72,9 +76,11 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
     ranks.record([heartbeat(1), heartbeat(1)], 0.0)
     ranks.record([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
-    assert ranks.silent_seconds(108.0, limit=8.0) == 0
-    assert ranks.silent_seconds(130.0, limit=8.0) == 30
-    assert AllRanksCheck(2, 0.0).silent_seconds(130.0, limit=8.0) == 0, "connections take long where there are many"
+    assert ranks.overdue_round_seconds(108.0, limit=8.0) == 0
+    assert ranks.overdue_round_seconds(130.0, limit=8.0) == 30
+    assert AllRanksCheck(2, 0.0).overdue_round_seconds(130.0, limit=8.0) == 0, (
+        "connections take long where there are many"
+    )
     for now in range(101, 109):
         ranks.record([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
@@ -86,10 +92,10 @@ def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
     ranks = AllRanksCheck(3, 0.0)
     for now in range(60):
         ranks.record(
-            [heartbeat(now, now), heartbeat(1, allowed_silence=60.0), heartbeat(1, has_ended=True)], float(now)
+            [heartbeat(now, now), heartbeat(1, silence_timeout=60.0), heartbeat(1, has_ended=True)], float(now)
         )
         assert ranks.find() is None
-    ranks.record([heartbeat(61, 61), heartbeat(1, allowed_silence=60.0), heartbeat(1, has_ended=True)], 61.0)
+    ranks.record([heartbeat(61, 61), heartbeat(1, silence_timeout=60.0), heartbeat(1, has_ended=True)], 61.0)
     named(ranks.find(), 1)
 
 
@@ -116,9 +122,9 @@ class TestFollower:
 
     def test_rank_0_may_be_silent_in_an_announced_block(self) -> None:
         follower = Rank0Check(5, patience=1.0)
-        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 0.0) is None
-        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 60.5) is None
-        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 61.5) is not None
+        assert follower.find(self.summary(1, silence_timeout=60.0), 0, 8.0, 0.0) is None
+        assert follower.find(self.summary(1, silence_timeout=60.0), 0, 8.0, 60.5) is None
+        assert follower.find(self.summary(1, silence_timeout=60.0), 0, 8.0, 61.5) is not None
 
     def test_what_rank_0_found_is_taken(self) -> None:
         finding = Hang("hang", 3, "sleeps", "b", 9)
@@ -193,14 +199,14 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
         store.requests.clear()
         store.bytes.clear()
         for exchange in exchanges[1:]:
-            exchange.report(heartbeat(2, position=10**6, host="a" * 64))
+            exchange.report(heartbeat(2, micro_batches=10**6, host="a" * 64))
         heard = exchanges[0].gather(heartbeat(2), None)
         assert [one and one.count for one in heard] == [2] * size
         counted = Counter(store.requests), Counter(store.bytes)
         finding = Hang("hang", size - 1, "sleeps", "a", 1)
         exchanges[0].gather(heartbeat(3), finding)
         summaries = [exchange.report(heartbeat(3)) for exchange in exchanges[1:]]
-        assert all(summary is not None and summary.finding == finding for summary in summaries), "all ranks learn of it"
+        assert all(summary is not None and summary.hang == finding for summary in summaries), "all ranks learn of it"
         return counted
 
     for size in (2, 64, 128):

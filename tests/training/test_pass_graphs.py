@@ -13,7 +13,7 @@ from torch import Tensor
 from pretrain.batches.batch import MicroBatch
 from pretrain.batches.filler import with_filler
 from pretrain.common.errors import MachineError
-from pretrain.config import EngineConfig, ModelConfig, PretrainConfig, changed_for_resume
+from pretrain.config import EngineConfig, ModelConfig, PretrainConfig, forbidden_changes
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.planning.recording import choose_graphs
 from pretrain.run import session, train
@@ -152,7 +152,7 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})
     assert run_config(engine=config.engine.model_dump(mode="json")) == config
     without = run_config(engine={"precision": "fp32", "micro_batch_tokens": 512})
-    assert not changed_for_resume(config, without, 1)
+    assert not forbidden_changes(config, without, 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)

@@ -162,15 +162,15 @@ def test_a_stall_does_not_make_the_watchdog_patient(tmp_path: Path, monkeypatch:
             now[0] += seconds
 
     train(0.5, 25)
-    assert watchdog.heartbeat().allowed == 8
+    assert watchdog.heartbeat().progress_timeout == 8
     with watchdog.awaiting("a batch"):
         now[0] += 600
     train(0.5, 1)
     now[0] += 600  # in a collective, for another rank's batch
     train(0.5, 1)
-    assert watchdog.heartbeat().allowed == 8
+    assert watchdog.heartbeat().progress_timeout == 8
     train(5.0, 4)
-    assert watchdog.heartbeat().allowed == 50, "work that is slow again and again"
+    assert watchdog.heartbeat().progress_timeout == 50, "work that is slow again and again"
 
 
 def test_blocks_state_their_needs(tmp_path: Path) -> None:
@@ -178,23 +178,23 @@ def test_blocks_state_their_needs(tmp_path: Path) -> None:
     for _ in range(25):
         watchdog.beat()
     usual = watchdog.heartbeat()
-    assert (usual.allowed, usual.allowed_silence, usual.awaited, usual.position) == (8, 8, "", 25)
+    assert (usual.progress_timeout, usual.silence_timeout, usual.waiting_for, usual.micro_batches) == (8, 8, "", 25)
     with watchdog.allow(100.0):
         watchdog.beat()
         inside = watchdog.heartbeat()
-    assert (inside.allowed, inside.allowed_silence, inside.position) == (100, 100, 25), (
+    assert (inside.progress_timeout, inside.silence_timeout, inside.micro_batches) == (100, 100, 25), (
         "evaluations differ between ranks"
     )
-    assert inside.pulses > usual.pulses
+    assert inside.progress_count > usual.progress_count
     with watchdog.awaiting("a batch"):
         waiting = watchdog.heartbeat()
-    assert (waiting.allowed, waiting.allowed_silence, waiting.awaited) == (600, 8, "a batch")
-    assert watchdog.heartbeat().allowed == 8
+    assert (waiting.progress_timeout, waiting.silence_timeout, waiting.waiting_for) == (600, 8, "a batch")
+    assert watchdog.heartbeat().progress_timeout == 8
     with Watchdog(0, 1, tmp_path, 0.0).awaiting("a batch"):
         pass
     endless = Watchdog(0, 1, tmp_path, 8.0)
     with endless.awaiting("a batch"):
-        assert endless.heartbeat().allowed == float("inf")
+        assert endless.heartbeat().progress_timeout == float("inf")
 
 
 def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ FileUse = Literal["train", "dev", "other"]
 
 
 class SentenceSource:
-    """Reads the sentences of one config. The training file defines types, tagging scheme and word segmentation.
+    """Reads the sentence files of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
-        state: return value of `state()` of the trained model; None before training.
+        state: the `state()` that was saved with the trained model; None before training.
 
     Attributes:
         types: entity types in the order of the labels; () until they are known.
@@ -71,13 +71,13 @@ class SentenceSource:
         return self._select(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
-        """Return the dev set, or the part of the training set that `dev_share` holds out; [] without both."""
+        """Return the dev set, or the part of the training set that `dev_share` holds out; [] if neither is set."""
         if self._settings.dev_share:
             return self._select(self.read(self._settings.train, labeled=True, use="dev"), held_out=True)
         return self.read(self._settings.dev, labeled=True, use="dev") if self._settings.dev else []
 
     def _select(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
-        """Return the sentences that `dev_share` holds out by entity type, or if not `held_out` the rest."""
+        """Return the `dev_share` of sentences to hold out, stratified by entity type, or if not `held_out` the rest."""
         share = self._settings.dev_share
         types = [{metrics.parse_tag(tag)[1] for tag in sentence.tags or () if tag != "O"} for sentence in sentences]
         texts = ["\0".join(sentence.words) for sentence in sentences]
@@ -91,7 +91,7 @@ class SentenceSource:
         return selected
 
     def read(self, path: str, *, labeled: bool, plain: bool = False, use: FileUse = "other") -> list[Sentence]:
-        """Read another file; with `plain`, a .txt may have one document per line."""
+        """Read any file of the task; with `plain`, a .txt may have one document per line."""
         if not self._is_fitted:
             self.read_train()
         return self._read(path, labeled=labeled, plain=plain, use=use)
@@ -112,18 +112,18 @@ class SentenceSource:
         if settings.document_context:
             _check_documents(sentences, remarks)
         tagged = [sentence for sentence in sentences if sentence.tags is not None]
-        lines = []
+        skipped = []
         if labeled and len(tagged) < len(sentences):
             reasons = (sentence.missing_reason for sentence in sentences if sentence.tags is None)
-            lines.append(skipped_summary(path, len(sentences), reasons))
+            skipped.append(skipped_summary(path, len(sentences), reasons))
             if not tagged:
-                raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
+                raise InputError(f'{skipped[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
             converted, kept = iter(self._convert_to_iob2(tagged, remarks, use)), tagged if labeled else sentences
             sentences = [sentence if sentence.tags is None else next(converted) for sentence in kept]
-        for line in (line for line in (*lines, *remarks.lines()) if line not in self.remarks):
-            self.remarks.append(line)
-            logger.warning("%s", line)
+        for warning in (line for line in (*skipped, *remarks.lines()) if line not in self.remarks):
+            self.remarks.append(warning)
+            logger.warning("%s", warning)
         return sentences
 
     def _convert_to_iob2(self, sentences: list[Sentence], remarks: Remarks, use: FileUse) -> list[Sentence]:
@@ -144,9 +144,9 @@ class SentenceSource:
     def _find_scheme(
         self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool
     ) -> metrics.Scheme:
-        """Return the tagging scheme of a file; detect it if it is not known or if the file differs."""
+        """Return the tagging scheme of a file; detect it if it is unknown or if the file's tags do not fit it."""
         scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
-        # A file may use another scheme than the training file: conlleval finds the same entities in both.
+        # A file may use another scheme than the training file: `find_entities` reads entities alike in all schemes.
         has_other_scheme = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
         if scheme is None or has_other_scheme:
             scheme = metrics.detect_scheme(tags)
@@ -196,8 +196,8 @@ def _check_tags(sentences: list[Sentence], distinct_tags: set[str]) -> None:
         for word, tag in enumerate(cast(Sequence[str], sentence.tags)):
             if tag in invalid:
                 check_surrogates(tag, "the tag", sentence.where(word))
-                is_column = sentence.one_word_per_line
-                advice = "Check label_column; each line has one word and its tag." if is_column else "Correct it."
+                is_column_file = sentence.one_word_per_line
+                advice = "Check label_column; each line has one word and its tag." if is_column_file else "Correct it."
                 raise InputError(
                     f"{sentence.where(word)}: {tag!r} is not a tag; expected O, or a prefix and a type such as "
                     f"B-PER. {advice}"

@@ -1,4 +1,7 @@
-"""Turn logits into answers, compute their official scores, and write the input files of SQuAD's scripts."""
+"""Turn logits into answers, compute their official scores, and write the input files of SQuAD's scripts.
+
+Shape letters: N questions, F windows with R tokens in all, T context tokens of all windows, S candidate answers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class AnswerDecoder:
 
     max_answer_tokens: int  # maximum number of tokens of an answer
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
-    threshold: float  # no answer is predicted if its score exceeds the best answer's by more than this
+    threshold: float  # predict "no answer" if its score exceeds the best answer's by more than this
 
     def decode(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
@@ -47,24 +50,24 @@ class AnswerDecoder:
     def _prediction(
         self, question: Question, entries: list[_Candidate], null_score: float, num_windows: int
     ) -> dict[str, Any]:
-        """Return the prediction for a question; `null_score` is the score of no answer."""
+        """Return the prediction for a question; `null_score` is the score of "no answer"."""
         # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Candidate("", 0, 0, 0.0)
         no_answer_entry = _Candidate("", 0, 0, null_score)
-        no_answer_score = null_score - best.score if self.unanswerable else 0.0
+        no_answer_margin = null_score - best.score if self.unanswerable else 0.0
         if self.unanswerable or not entries:
             rank = sum(entry.score >= null_score for entry in entries)
             entries = [*entries[:rank], no_answer_entry, *entries[rank:]]
             entries = entries[:N_BEST] if rank < N_BEST else [*entries[:N_BEST], no_answer_entry]
         probabilities = _softmax([entry.score for entry in entries])
-        answer = no_answer_entry if not best.text or self._predicts_no_answer(no_answer_score) else best
+        answer = no_answer_entry if not best.text or self._predicts_no_answer(no_answer_margin) else best
         return {
             "id": question.id,
             "answer": answer.text,
             "start": answer.start,
             "end": answer.end,
             "score": next(p for entry, p in zip(entries, probabilities, strict=True) if entry.text == answer.text),
-            "no_answer_score": no_answer_score,
+            "no_answer_score": no_answer_margin,
             "best_non_empty": best.text,
             "nbest": [
                 {"text": entry.text, "start": entry.start, "end": entry.end, "probability": probability}
@@ -74,12 +77,11 @@ class AnswerDecoder:
         }
 
     def scorer_files(self, predictions: Predictions) -> dict[str, str]:
-        """Return the files {id: answer} and, for SQuAD v2.0, {id: probability of no answer}, each as JSON."""
+        """Return {suffix: JSON}: {id: answer} and, for SQuAD v2.0, {id: probability of "no answer"}."""
         files = {".answers.json": _json(self._answers(predictions))}
         if self.unanswerable:
-            files[".no-answer.json"] = _json(
-                {prediction["id"]: _logistic(float(prediction["no_answer_score"])) for prediction in predictions}
-            )
+            probabilities = {entry["id"]: _logistic(float(entry["no_answer_score"])) for entry in predictions}
+            files[".no-answer.json"] = _json(probabilities)
         return files
 
     def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
@@ -92,7 +94,7 @@ class AnswerDecoder:
         best_score, threshold = best_threshold(golds, answers, scores, no_answer_scores)
         if best_score > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
-        # It is best to answer no question. The script then returns 0, but our scores, sums of logits, may be below 0.
+        # Leaving all questions unanswered is best, so return a threshold below all scores. The script returns 0.
         return min(0.0, math.nextafter(min(no_answer_scores.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
@@ -110,7 +112,7 @@ class AnswerDecoder:
         return squad_v2(golds, answers) | {name: scores[name] for name in scores if name.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
-        """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
+        """Return f1 or exact match of each question, float64 [N]; `score` returns their mean."""
         score_answer = score_v2 if self.unanswerable else score_v1
         golds, answers = self.aligned_answers(examples, predictions)
         scores = [score_answer(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
@@ -142,8 +144,8 @@ class AnswerDecoder:
             for entry in predictions
         }
 
-    def _predicts_no_answer(self, no_answer_score: float) -> bool:
-        return self.unanswerable and no_answer_score > self.threshold
+    def _predicts_no_answer(self, margin: float) -> bool:
+        return self.unanswerable and margin > self.threshold
 
 
 # ---------------------------------------------------------------- spans
@@ -160,7 +162,7 @@ class _Spans:
 
 
 def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
-    """Combine the `N_BEST` start and end positions of each window into answers of at most `max_tokens` tokens.
+    """Combine the `N_BEST` best start and end positions of each window into answers of at most `max_tokens` tokens.
 
     Where an example gets no answer in this way, combine all its positions.
     """
@@ -180,7 +182,7 @@ def _best_spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans
 def _combine(
     windows: Windows, logits: np.ndarray, selected: np.ndarray, may_start_T: np.ndarray, num_best: int, max_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Combine the `num_best` start and end positions of each selected window.
+    """Combine the `num_best` best start and end positions of each selected window.
 
     Yields (examples, first, last, scores) as in `_Spans`, but unsorted. selected: indices of windows. may_start_T: bool
     for each context token of all windows, concatenated: whether an answer may start there.
@@ -213,21 +215,21 @@ def _combine(
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return whether each context token has more context in its window than in any other, bool [sum of `lengths`].
 
-    As in _check_is_max_context of run_squad.py, a token has as much context as there is on the smaller of its two
-    sides; of equal windows, the first is chosen. The script adds a hundredth of the window's length, which makes no
-    difference: only the last window is shorter. For each window, `examples` has the index of its example, `tokens` the
-    index of its first context token, counted over all contexts, and `lengths` its number of context tokens.
+    A token's context is the smaller of the numbers of tokens before and after it in the window, as in
+    _check_is_max_context of run_squad.py; of equal windows, the first is chosen. The script adds 0.01 * window length,
+    which matters only if the last is at least 100 tokens shorter. For each window, `examples` has its example's
+    index, `tokens` its first context token's index over all contexts, and `lengths` its number of context tokens.
     """
     total = int(lengths.sum())
     has_most = np.ones(total, bool)
-    has_several = np.bincount(examples)[examples] > 1 if len(examples) else np.zeros(0, bool)
-    if not has_several.any():
+    has_several_windows = np.bincount(examples)[examples] > 1 if len(examples) else np.zeros(0, bool)
+    if not has_several_windows.any():
         return has_most
-    window = np.flatnonzero(has_several)
+    window = np.flatnonzero(has_several_windows)
     length = lengths[window]
     position = concatenate_ranges(np.zeros(len(window), np.int64), length)
     context = np.minimum(position, np.repeat(length, length) - 1 - position)
-    # `key`: index of a context token over all contexts of these examples; an example's first window starts its context.
+    # `key`: index of a context token over all contexts of these examples; an example's first window starts at 0.
     distinct, group = np.unique(examples[window], return_inverse=True)
     start = tokens[window] - tokens[np.searchsorted(examples, distinct)][group]
     context_length = np.zeros(len(distinct), np.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from finetune.tasks.base import Task
 from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import Output, TaskModel
-from pretrain.checkpoint.released import Released
+from pretrain.checkpoint.released import ReleasedModel
 from pretrain.common.thread_waits import one_thread
 from pretrain.common.transfers import arrivals, to_host
 from pretrain.config import Precision
@@ -19,7 +19,7 @@ from pretrain.model.precision import torch_dtype
 
 def inference_model(
     task: Task[Any],
-    released: Released,
+    released: ReleasedModel,
     weights: Mapping[str, Tensor],
     device: torch.device,
     precision: Precision,

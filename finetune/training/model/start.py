@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from finetune.tasks.base import Task
     from finetune.tasks.datasets.text import TextEncoder
-    from pretrain.checkpoint.released import Released
+    from pretrain.checkpoint.released import ReleasedModel
     from pretrain.config import ModelConfig
 
 # Product of tokens in the whole training, layers and hidden size. Below this, compilation takes longer than it saves on
@@ -44,7 +44,7 @@ def is_short(
     return tokens * shape.layers * shape.hidden < _MIN_WORK
 
 
-def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
+def read_start(config: FinetuneConfig) -> tuple[ReleasedModel, TextEncoder]:
     """Read the checkpoint to start from, and its tokenizer as an encoder of windows with the config's length.
 
     Raises:
@@ -60,7 +60,7 @@ def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
     return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
+def initial_state(config: FinetuneConfig, task: Task[Any], released: ReleasedModel) -> dict[str, Tensor]:
     """Return the checkpoint's tensors that the task's model loads, by the parameter names of `TaskModel`.
 
     All other parameters are initialized randomly.
@@ -73,7 +73,7 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
     }
 
 
-def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: ReleasedModel) -> bool:
     """Return whether the output layer is new and is initialized by `finetune.training.model.output_layer`.
 
     False if the encoder's weights are random, since their features are useless.
@@ -82,7 +82,7 @@ def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Release
     return not config.random_weights and is_new
 
 
-def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
+def start_table(config: FinetuneConfig, task: Task[Any], released: ReleasedModel) -> str:
     """Return the `mapping_table` of this fine-tuning, followed by lines on the parts of its head that are new."""
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 
@@ -105,7 +105,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     return "\n".join(lines)
 
 
-def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
+def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: ReleasedModel) -> str:
     """Return the reason why the parameter `name` is not loaded from the checkpoint; "" if it is loaded."""
     if config.random_weights:
         return "initialized at random (random_weights)"
@@ -119,7 +119,7 @@ def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: R
     return ""
 
 
-def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+def _has_same_outputs(config: FinetuneConfig, task: Task[Any], released: ReleasedModel) -> bool:
     """Return whether the checkpoint's output layer predicts what this task needs: its labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:

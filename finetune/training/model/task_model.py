@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetune.tasks.base import Head, Objective, Task
 from finetune.training.model.batches import LabeledBatch
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead
-from pretrain.checkpoint.released import Released
+from pretrain.checkpoint.released import ReleasedModel
 from pretrain.config import ModelConfig
 from pretrain.model.block import activation_function, norm_function
 from pretrain.model.encoder import Encoder
@@ -71,7 +71,7 @@ class TaskModel(Encoder):
         self.head = OutputHead(shape, outputs, head_layers)
 
     @classmethod
-    def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
+    def of(cls, task: Task[Any], released: ReleasedModel, **options: bool) -> TaskModel:
         """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
         layers, vocabulary_size = released.task_head(task.head), released.vocabulary_size
         return cls(released.model, vocabulary_size, task.head, task.objective, task.outputs, layers, **options)

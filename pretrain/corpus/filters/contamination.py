@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.config import ContaminationConfig
-from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
+from pretrain.corpus.filters.evaluation_sets import PREFIX_WORDS, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
 _SLOTS_PER_GRAM = 16  # slots per n-gram in `_is_prefix`, a one-hash Bloom filter that avoids most lookups
@@ -69,7 +69,7 @@ class _Table:
 
     def find(self, batch: DocumentTerms) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each length of n-grams, yield the matches: (first terms, end terms, indices of examples), int64 each."""
-        grams = batch.grams(PREFIX)
+        grams = batch.grams(PREFIX_WORDS)
         starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
         starts = starts[_look_up(self._prefixes, grams[starts])[1]]
         document_ends = batch.document_starts[np.searchsorted(batch.document_starts, starts, "right")]

@@ -1,7 +1,7 @@
-"""The examples of evaluation sets, from files of labeled data, and the table of their n-grams.
+"""Reads evaluation sets, and writes the table of their n-grams, by which contaminated documents are found.
 
     .txt                 each line is an example
-    .csv, .tsv           each cell is an example: of all columns, or of the configured ones; the first row is a header
+    .csv, .tsv           each cell of the configured columns (default: all) is an example; the first row is a header
     .jsonl, .json        each string at any depth is an example; if keys are configured, only strings below them
     .conll, .bio, .iob   each sentence is an example: the words in its first column; blank lines separate sentences
 
@@ -26,8 +26,8 @@ from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words per n-gram, as in GPT-3
-MIN_TERMS = 8  # minimum terms of an example that is searched for as a whole, since it has fewer than NGRAM words
-PREFIX = 6  # number of words by which n-grams are looked up first; also the minimum words of a searched example
+MIN_TERMS = 8  # an example of fewer than NGRAM words is ignored if it has fewer terms (see `terms.py`) than this
+PREFIX_WORDS = 6  # n-grams are looked up by their first PREFIX_WORDS words, then in full; shorter examples are ignored
 _BATCH_EXAMPLES = 4096  # examples converted to terms together
 
 
@@ -42,28 +42,28 @@ def set_names(config: ContaminationConfig) -> list[str]:
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; return the number of examples, and of ignored ones, in each set.
+    """Write the n-grams of all sets to `path`; return the numbers of examples, "texts", and ignored ones, "too_short".
 
     The file has these arrays:
         hashes      uint64 [G], hashes of the n-grams, ascending
-        texts       int64 [G], index of the first example with each n-gram
-        beginnings  uint64, hashes of the first `PREFIX` words of n-grams
-        lengths     int64, distinct lengths of n-grams in quarters of words
+        texts       int64 [G], for each n-gram, the index of the first example that contains it
+        beginnings  uint64, hashes of the first `PREFIX_WORDS` words of n-grams
+        lengths     int64, distinct lengths of n-grams in quarters of a word (without spaces, a letter has 1 to 3)
         first       int64 [sets + 1], index of each set's first example
     """
     empty = np.zeros(0, np.uint64)
-    grams, starts, sizes = [_Grams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
+    ngrams, starts, sizes = [_NGrams(empty, empty, empty.astype(np.int64), empty.astype(np.int64))], [0], []
     for eval_set, files in zip(config.sets, evaluation_files(config), strict=True):
         count, too_short = starts[-1], 0
         for batch in _batched(_examples(files, eval_set)):
-            grams.append(_grams(batch, count))
+            ngrams.append(_ngrams(batch, count))
             count += len(batch)
-            too_short += len(batch) - len(np.unique(grams[-1].examples))
+            too_short += len(batch) - len(np.unique(ngrams[-1].examples))
         if count == starts[-1]:
             raise InputError(f"{eval_set.path}: no text in this evaluation set. Check the file and its columns.")
         sizes.append({"texts": count - starts[-1], "too_short": too_short})
         starts.append(count)
-    hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
+    hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*ngrams, strict=True))
     distinct, first_indices = np.unique(hashes, return_index=True)
     arrays: dict[str, Any] = {"lengths": np.unique(lengths), "first": np.array(starts), "hashes": distinct}
     with atomic_open(path) as file:
@@ -71,26 +71,26 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
     return sizes
 
 
-class _Grams(NamedTuple):
+class _NGrams(NamedTuple):
     hashes: np.ndarray  # hashes of the n-grams
-    prefixes: np.ndarray  # hashes of the first PREFIX words of each n-gram
+    prefixes: np.ndarray  # hashes of the first PREFIX_WORDS words of each n-gram
     examples: np.ndarray  # index of the example that contains each n-gram
-    lengths: np.ndarray  # lengths in quarters of words
+    lengths: np.ndarray  # length of each n-gram in quarters of a word
 
 
-def _grams(examples: Sequence[str], first_index: int) -> _Grams:
-    """Return the n-grams of examples with indices from `first_index` on. A shorter example becomes one n-gram."""
+def _ngrams(examples: Sequence[str], first_index: int) -> _NGrams:
+    """Return the examples' n-grams. One with fewer than NGRAM words has one of all its words, or none."""
     batch = document_terms(examples)
     starts, counts = batch.document_grams(NGRAM)
-    gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
+    ngram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = batch.document_quarters()
-    is_long_enough = (np.diff(batch.document_starts) >= MIN_TERMS) & (quarters >= PREFIX * QUARTERS_PER_WORD)
+    is_long_enough = (np.diff(batch.document_starts) >= MIN_TERMS) & (quarters >= PREFIX_WORDS * QUARTERS_PER_WORD)
     short = np.flatnonzero((counts == 0) & is_long_enough)
-    lengths = np.append(np.full(len(gram_starts), NGRAM * QUARTERS_PER_WORD), quarters[short])
-    gram_starts = np.append(gram_starts, batch.document_starts[short])
-    return _Grams(
-        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, lengths)),
-        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, PREFIX * QUARTERS_PER_WORD)),
+    lengths = np.append(np.full(len(ngram_starts), NGRAM * QUARTERS_PER_WORD), quarters[short])
+    ngram_starts = np.append(ngram_starts, batch.document_starts[short])
+    return _NGrams(
+        batch.sequence_hashes(ngram_starts, batch.sequence_ends(ngram_starts, lengths)),
+        batch.sequence_hashes(ngram_starts, batch.sequence_ends(ngram_starts, PREFIX_WORDS * QUARTERS_PER_WORD)),
         first_index + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )
@@ -99,18 +99,18 @@ def _grams(examples: Sequence[str], first_index: int) -> _Grams:
 # ---------------------------------------------------------------- files
 
 
-def _files(eval_set: EvaluationSetConfig, where: str) -> list[Path]:
+def _files(eval_set: EvaluationSetConfig, config_key: str) -> list[Path]:
     path = Path(eval_set.path).expanduser()
     files = [path]
     if path.is_dir():
-        files = [file for file in files_in(path, f"{where}.path") if plain_suffix(file) in _READERS]
+        files = [file for file in files_in(path, f"{config_key}.path") if plain_suffix(file) in _READERS]
     for file in files:
         if not file.is_file():
-            raise InputError(f"{where}.path: {file}: no such file or folder. Check the path.")
+            raise InputError(f"{config_key}.path: {file}: no such file or folder. Check the path.")
         if plain_suffix(file) not in _READERS:
-            raise InputError(f"{where}.path: {file}: unknown format. Use one of {', '.join(_READERS)}.")
+            raise InputError(f"{config_key}.path: {file}: unknown format. Use one of {', '.join(_READERS)}.")
     if not files:
-        raise InputError(f"{where}.path: {path}: contains no evaluation set. Use one of {', '.join(_READERS)}.")
+        raise InputError(f"{config_key}.path: {path}: has no file in these formats: {', '.join(_READERS)}.")
     return files
 
 
@@ -133,7 +133,7 @@ def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
 def _cells(raw: IO[Any], eval_set: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
     text = raw.read().decode("utf-8-sig")
 
-    # Quotes in a .tsv may be text or quoting; n-grams contain no quotes in either case.
+    # Quotes in a .tsv may be literal. They are read as such: n-grams contain no quotes anyway.
     rows = (bare_rows if delimiter == "\t" else quoted_rows)(io.StringIO(text, newline=""), delimiter)
     _, names = next(rows, (1, []))
     if missing := [name for name in eval_set.columns if name not in names]:

@@ -1,14 +1,14 @@
 """Near-duplicates by MinHash (Broder 1997) and locality-sensitive hashing in bands (Leskovec et al., chapter 3).
 
-Each document that is read gets a sketch: a key per band, which is a hash of the minima in that band, and the lowest 8
-bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file next to it. Each
-call of `find_pairs` then compares the documents with equal keys in one band, or in one partition of the band's keys,
-and writes the similar pairs.
+Each document that is read gets a sketch: a key per band, which is a hash of the band's minima (MinHash values), and the
+lowest 8 bits of all minima (Li & Koenig 2010). The sketches of each part file (`parts`) are stored in a file next to
+it. Each call of `find_pairs` then compares the documents with equal keys in one band, or in one partition of the band's
+keys, and writes the similar pairs.
 
-A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: documents that
-are already in a corpus to which sources are added, held-out documents, then all others in the order of the corpus.
-Among the earlier documents with the same key, a document is compared with the first and the last, and with up to
-`_ANCHORS` known or held-out documents.
+A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: known
+documents (those of an existing corpus to which sources are added), held-out documents, then all others in the order of
+the corpus. A document is compared with the previous one with the same key, and with the key's anchors: its first
+document or, if there are known or held-out ones, up to `_ANCHORS` of them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ WORDS = 3  # words per n-gram
 # A pair of documents with similarity s shares a band with probability 1 - (1 - s^ROWS)^BANDS: 0.87 at 0.5.
 BANDS, ROWS = 32, 4  # number of bands, and of minima per band
 _SEED = 42
-MAX_DOCUMENTS = 1 << 23  # maximum documents per call of `find_pairs`, which bounds its memory to about 0.4 GB
-_ANCHORS = 8  # maximum documents with the same key with which all later ones are compared
+MAX_DOCUMENTS = 1 << 23  # maximum number of documents per call of `find_pairs`; bounds its memory to about 0.4 GB
+_ANCHORS = 8  # maximum number of anchors of a key: documents with which all later ones with the key are compared
 _BATCH_PAIRS = 4096  # pairs compared together; the minima of a larger batch do not fit in the CPU cache
 _HASHES, _KEYS, _MINIMA, _EXCERPTS = range(4)  # arrays of a sketch file, in order
 _EXCERPT_BYTES = 96  # bytes of a document that are kept as an example
-_SPARSE = 1000  # minimum number of known hashes per lookup for reading only the needed pages of their file
+_SPARSE_LOOKUP_RATIO = 1000  # with more known hashes per lookup, the file is read only where needed
 _COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
-# Ranks; of similar documents, the one with the lowest rank is kept. _KNOWN: already in the corpus; _HELD_OUT: in a
-# source that is entirely held out; _VALIDATION: in the held-out fraction of another source.
+# Precedence ranks of documents (not workers): the one with the lowest rank is kept. _KNOWN: already in the corpus;
+# _HELD_OUT: in a source that is entirely held out; _VALIDATION: in the held-out fraction of another source.
 _KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)
 _RANKS = [("rank", "u1"), ("earlier_rank", "u1")]
 PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2), *_RANKS])
@@ -56,7 +56,7 @@ class Precedence:
 
     Attributes:
         held_out_sources: indices of the sources that are entirely held out.
-        fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
+        fraction: fraction of the other sources' documents to hold out: those with the lowest hashes.
         training_hash_files: files with the hashes of known training documents.
     """
 
@@ -184,7 +184,7 @@ class SketchFiles:
         return self._sources[np.searchsorted(self.file_starts, documents, "right") - 1]
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
-        """Return the rank of each document (`_KNOWN` to `_TRAINING`), uint8 [D]; `hashes` are the documents' hashes."""
+        """Return each document's precedence, `_KNOWN` to `_TRAINING`, uint8 [D]; `hashes` are the documents' hashes."""
         held_out = np.isin(self.sources(documents), precedence.held_out_sources)
         conditions = [documents < np.uint64(self.known_count), held_out, precedence.in_fraction(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
@@ -216,8 +216,8 @@ def find_pairs(
 ) -> None:
     """Find documents that are similar to an earlier one with the same key in `band`; write the pairs to `out`.
 
-    Only keys that equal `partition` modulo `partition_count` are compared. `out` has PAIR elements, ascending: the
-    first pair of each document and, for documents of held-out sources, also all pairs with known documents.
+    Only keys that equal `partition` modulo `partition_count` are compared. `out` has PAIR elements as `_sort_pairs`
+    sorts them: the first of each document and, for documents of held-out sources, also all pairs with known documents.
     """
     files = SketchFiles(work_dir)
     later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, partition, partition_count), precedence)
@@ -319,46 +319,46 @@ def merge_pairs(
     files = SketchFiles(work_dir)
     pair_arrays = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     partition_count = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
-    paths = _lost_path(out), out
+    paths = _lost_to_held_out_path(out), out
     buckets_by_path = {path: Buckets(Path(f"{path}.partitions"), _HASH, partition_count) for path in paths}
     examples: list[dict[str, Any]] = []
-    trained_counts: Counter[str] = Counter()
+    in_training_counts: Counter[str] = Counter()
     for partition in range(partition_count):
         pairs = _sort_pairs(np.concatenate([_pairs_in_partition(pairs, partition) for pairs in pair_arrays]))
-        trained_counts.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
+        in_training_counts.update(_count_similar_to_training(files, pairs[_is_with_known(pairs)], precedence))
         pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, minima_count) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
-        is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for buckets, dropped in zip(buckets_by_path.values(), (pairs[is_lost], pairs), strict=True):
+        is_lost_to_held_out = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
+        for buckets, dropped in zip(buckets_by_path.values(), (pairs[is_lost_to_held_out], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
             buckets.add(hashes, bucket_of(hashes["first"], partition_count))
-    write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained_counts})
+    write_json(out.with_suffix(".json"), {"examples": examples, "trained": in_training_counts})
     for path, buckets in buckets_by_path.items():
         with atomic_open(path) as file:
             for hashes in buckets.drain():
                 np.sort(hashes, order=["first", "second"]).tofile(file)
 
 
-def _lost_path(out: Path) -> Path:
+def _lost_to_held_out_path(out: Path) -> Path:
     """Return the path for the hashes of training documents that are dropped because held-out ones are similar."""
     return out.with_suffix(".lost")
 
 
-def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
+def _count_similar_to_training(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
     """Return {index of a source: number of its documents that are similar to a known training document}."""
     earlier, rows = np.unique(pairs["earlier"], return_inverse=True)
     hashes = files.rows(_HASHES, earlier)
     order = np.argsort(hashes[:, 0])
-    is_trained = np.zeros(len(earlier), bool)
+    is_in_training_set = np.zeros(len(earlier), bool)
     for path in precedence.training_hash_files:
-        is_trained[order] |= are_among(load_hashes(path), hashes[order])
-    is_trained &= ~precedence.in_fraction(hashes)
-    documents = np.unique(pairs["document"][is_trained[rows]])
+        is_in_training_set[order] |= are_among(load_hashes(path), hashes[order])
+    is_in_training_set &= ~precedence.in_fraction(hashes)
+    documents = np.unique(pairs["document"][is_in_training_set[rows]])
     return Counter(map(str, files.sources(documents).tolist()))
 
 
 def _pairs_in_partition(pairs: np.ndarray, partition: int) -> np.ndarray:
-    """Return the pairs of a partition of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+    """Return the pairs of a partition of `MAX_DOCUMENTS` documents; bisecting the sorted pairs reads little."""
     start, end = (
         bisect.bisect_left(pairs, bound * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
         for bound in (partition, partition + 1)
@@ -379,22 +379,22 @@ class NearDuplicates:
 
     Attributes:
         hashes: hashes of all near-duplicates, uint64 [N, 2], ascending.
-        lost: hashes of the training documents among them that are similar to held-out documents.
+        lost_to_held_out: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
-        trained_counts: {index of a held-out source: number of its documents similar to known training documents}.
+        in_training_counts: {index of a held-out source: number of its documents similar to known training documents}.
     """
 
     hashes: np.ndarray
-    lost: np.ndarray
+    lost_to_held_out: np.ndarray
     examples: list[dict[str, Any]]
-    trained_counts: dict[int, int]
+    in_training_counts: dict[int, int]
 
     @classmethod
     def load(cls, path: Path) -> NearDuplicates:
         """Read the files that `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        trained_counts = {int(source): count for source, count in report["trained"].items()}
-        return cls(load_hashes(path), load_hashes(_lost_path(path)), report["examples"], trained_counts)
+        in_training_counts = {int(source): count for source, count in report["trained"].items()}
+        return cls(load_hashes(path), load_hashes(_lost_to_held_out_path(path)), report["examples"], in_training_counts)
 
 
 def load_hashes(path: Path) -> np.ndarray:
@@ -408,7 +408,7 @@ def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
         return np.zeros(0, bool)
     start = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
     end = bisect.bisect_right(known, hashes[-1, 0], lo=start, key=lambda row: row[0])
-    is_sparse = len(hashes) * _SPARSE < end - start
+    is_sparse = len(hashes) * _SPARSE_LOOKUP_RATIO < end - start
     known = known[start:end] if is_sparse else np.array(known[start:end])
     if not len(known):
         return np.zeros(len(hashes), bool)

@@ -1,4 +1,4 @@
-"""The kinds of sources: every module of this package is a kind; its class `Reader` finds, cuts and reads the inputs.
+"""The kinds of sources: each module implements one, in a class `Reader` that finds, splits and reads the inputs.
 
 A config names a kind by its module, which may also be in another package: see docs/extend/add-a-source.md.
 """
@@ -24,7 +24,7 @@ def reader(config: SourceConfig) -> SourceReader:
 
 
 def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
-    """Return the inputs of a source in a fixed order. `config_key` is the source's key in the config, for errors.
+    """Return the inputs of a source in a fixed order. `config_key` is the source's key in the config, for messages.
 
     Raises:
         InputError: no file is found, one cannot be read, or the text column does not exist.
@@ -34,7 +34,7 @@ def find_inputs(config: SourceConfig, config_key: str) -> list[Input]:
 
 
 def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
-    """Return the inputs like `find_inputs`, but neither fetch files at an address nor check their columns."""
+    """Return the inputs like `find_inputs`, without downloading remote files or checking their columns."""
     if not is_remote(config.path):
         return find_inputs(config, config_key)
     source_reader = reader(config)
@@ -45,7 +45,7 @@ def list_inputs(config: SourceConfig, config_key: str) -> list[Input]:
 
 
 def _with_problems(inputs: list[Input], source_reader: SourceReader) -> list[Input]:
-    """Add the faults found while listing the inputs to the first input."""
+    """Attach the problems found while listing to the first input."""
     problems = tuple(source_reader.problems.entries())
     return [replace(item, problems=problems if n == 0 else ()) for n, item in enumerate(inputs)]
 
@@ -53,10 +53,10 @@ def _with_problems(inputs: list[Input], source_reader: SourceReader) -> list[Inp
 def cut(
     config: SourceConfig, source_index: int, input_index: int, item: Input, *, defer_streams: bool = False
 ) -> Iterator[Chunk]:
-    """Yield the chunks of one input; at least one, so that every fault is reported.
+    """Yield the chunks of one input: at least one, since a file's problems are reported when a chunk is read.
 
     A file that must be read in order is read here, and its chunks contain the text. With `defer_streams`, it becomes a
-    single chunk, which the process that prepares it cuts with `cut_stream`.
+    single chunk, which a worker process later cuts with `cut_stream`.
     """
     source_reader = reader(config)
     is_deferred = defer_streams and source_reader.is_stream(item)
@@ -71,7 +71,7 @@ def cut_stream(chunk: Chunk) -> Iterator[Chunk]:
 
 
 def documents(chunk: Chunk, problems: Problems) -> Iterator[str]:
-    """Yield the documents of `chunk`, without NUL or lone surrogates. Faults are added to `problems`."""
+    """Yield the documents of `chunk`, without NUL; readers replace lone surrogates. Faults are added to `problems`."""
     problems.extend(chunk.problems)
     for text in reader(chunk.config).read(chunk, problems):
         yield text.replace("\0", "") if "\0" in text else text
