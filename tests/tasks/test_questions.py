@@ -641,6 +641,25 @@ def test_each_token_belongs_to_the_window_with_most_context(tokenizer, lengths, 
     assert found.tolist() == expected
 
 
+@given(st.integers(1, 900), st.integers(1, 400), st.integers(1, 400))
+@settings(max_examples=60, deadline=None)
+def test_a_longer_window_counts_as_in_the_script(context, size, step):
+    """Its length decides if the last window is at least 100 tokens shorter."""
+    starts = [
+        start for start in range(0, context, min(step, size)) if start == 0 or start + size - min(step, size) < context
+    ]
+    lengths = [min(size, context - start) for start in starts]
+    best: dict[int, tuple[float, int]] = {}
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        for token in range(start, start + length):
+            score = min(token - start, start + length - 1 - token) + 0.01 * length
+            if token not in best or score > best[token][0] + 1e-9:
+                best[token] = (score, number)
+    found = has_most_context(np.zeros(len(starts), np.int64), np.array(starts), np.array(lengths))
+    spans = enumerate(zip(starts, lengths, strict=True))
+    assert found.tolist() == [best[t][1] == number for number, (start, n) in spans for t in range(start, start + n)]
+
+
 @given(
     st.lists(st.text("ab .", min_size=1, max_size=90).filter(str.strip), min_size=1, max_size=4),
     st.integers(0, 2**32),

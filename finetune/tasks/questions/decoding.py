@@ -215,10 +215,10 @@ def _combine(
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return whether each context token has more context in its window than in any other, bool [sum of `lengths`].
 
-    A token's context is the smaller of the numbers of tokens before and after it in the window, as in
-    _check_is_max_context of run_squad.py; of equal windows, the first is chosen. The script adds 0.01 * window length,
-    which matters only if the last is at least 100 tokens shorter. For each window, `examples` has its example's
-    index, `tokens` its first context token's index over all contexts, and `lengths` its number of context tokens.
+    A token's context is the smaller of the numbers of tokens before and after it in the window, plus 0.01 * window
+    length, as in _check_is_max_context of run_squad.py; of equal windows, the first is chosen. For each window,
+    `examples` has its example's index, `tokens` its first context token's index over all contexts, and `lengths` its
+    number of context tokens.
     """
     total = int(lengths.sum())
     has_most = np.ones(total, bool)
@@ -228,7 +228,8 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     window = np.flatnonzero(has_several_windows)
     length = lengths[window]
     position = concatenate_ranges(np.zeros(len(window), np.int64), length)
-    context = np.minimum(position, np.repeat(length, length) - 1 - position)
+    token_length = np.repeat(length, length)
+    context = 100 * np.minimum(position, token_length - 1 - position) + token_length
     # `key`: index of a context token over all contexts of these examples; an example's first window starts at 0.
     distinct, group = np.unique(examples[window], return_inverse=True)
     start = tokens[window] - tokens[np.searchsorted(examples, distinct)][group]

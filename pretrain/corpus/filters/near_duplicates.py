@@ -6,7 +6,7 @@ it. Each call of `find_pairs` then compares the documents with equal keys in one
 keys, and writes the similar pairs.
 
 A document is dropped if it is similar to an earlier one, even if that one is also dropped. The order is: known
-documents (those of an existing corpus to which sources are added), held-out documents, then all others in the order of
+documents (in an existing corpus to which sources are added), held-out documents, then all others in the order of
 the corpus. A document is compared with the previous one with the same key, and with the key's anchors: its first
 document or, if there are known or held-out ones, up to `_ANCHORS` of them.
 """
@@ -56,7 +56,7 @@ class Precedence:
 
     Attributes:
         held_out_sources: indices of the sources that are entirely held out.
-        fraction: fraction of the other sources' documents to hold out: those with the lowest hashes.
+        fraction: fraction of the other sources' documents to hold out, the ones with the lowest hashes.
         training_hash_files: files with the hashes of known training documents.
     """
 
