@@ -29,7 +29,7 @@ class PaddedModel(PaddedEncoder):
         self.head = head
         self.has_token_types = released.token_types > 1
         self.head_layers = released.task_head(head)
-        self.head_parameters = frozen_module(released.head, "")
+        self.out = frozen_module(released.head, "")
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class PaddedModel(PaddedEncoder):
 
     def _apply_layers(self, hidden: Tensor) -> Tensor:
         """Apply the head's layers that precede the output layer to [..., H]; they depend on the model family."""
-        layers, parameters = self.head_layers, self.head_parameters
+        layers, parameters = self.head_layers, self.out
         if layers.activation:
             hidden = F.linear(hidden, parameters.dense_weight, parameters.dense_bias if layers.bias else None)
             hidden = activation_function(layers.activation)(hidden)
@@ -67,7 +67,7 @@ class PaddedModel(PaddedEncoder):
         return hidden
 
     def _apply_output(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head_parameters.out_weight, self.head_parameters.out_bias)
+        return F.linear(hidden, self.out.out_weight, self.out.out_bias)
 
 
 def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:

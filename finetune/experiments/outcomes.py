@@ -29,7 +29,7 @@ class Outcome:
     metric: str = ""  # name of the score that chooses the checkpoint
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # {set: {score: value}}
     error: RunError | None = None
-    chosen_on: str = ""  # name of the set whose score chose the checkpoint; trials are compared by this score
+    chosen_on: str = ""  # name of the set whose score chose the checkpoint, or of the fold; compares trials
     degenerate: str = ""  # reason why the scores are useless (`trials.degenerate_reason`); "" if there is none
     data_digest: str = ""  # digest of the training data and of all scored data
     positive: str = ""  # class whose F1 is computed, if there are two classes

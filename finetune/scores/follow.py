@@ -73,7 +73,7 @@ def _exit_after(pid: int) -> None:
 def _score_if_due(run: Path, checkpoint: Path, compute_scores: ComputeScores) -> bool:
     """Score the checkpoint if it is due; return whether it is the run's last one.
 
-    A checkpoint is due if it is the run's last one, or the first one after a multiple of `interval` steps. Raises a
+    A checkpoint is due if it is the run's last one, or the first at or after a multiple of `interval` steps. Raises a
     `RunError` or an `OSError` if it is removed before it is exported.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)

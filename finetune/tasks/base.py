@@ -20,8 +20,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""Kinds of heads: sequence has dense, activation and output layers, applied once per window; tokens and spans have only
-an output layer, applied at each query position."""
+"""Kinds of heads: sequence predicts once per window, tokens and spans at each query position. The layers before the
+output layer depend on the family (`TaskHead`)."""
 
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss at each of the R query positions, from C outputs; losses are weighted and summed:

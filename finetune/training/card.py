@@ -18,7 +18,7 @@ from pretrain.config import ModelConfig
 _MAX_CLASSES = 20  # a larger confusion matrix is not shown in full
 _MAX_CONFUSIONS = 20  # maximum number of confusions to list instead
 
-# {layout: name of the model in the card}, for layouts that are not named after a `model.family`.
+# {layout: name of the model in the card}, for layouts whose models have another `model.family`.
 _LAYOUT_NAMES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
     "sequence": "text-classification",

@@ -79,15 +79,15 @@ class TrainingConfig(Section):
     examples_per_step: int = Field(
         default=0,
         ge=0,
-        description="Examples per optimizer step over all workers (entities, questions: windows); 0: the preset's.",
+        description="Examples per optimizer step over all workers (entities, questions: windows); 0: from the preset.",
     )
     learning_rate: float = Field(
-        default=0.0, ge=0, description="Peak learning rate; 0: the preset's (auto: by hidden size)."
+        default=0.0, ge=0, description="Peak learning rate; 0: from the preset (auto: by hidden size)."
     )
     epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Passes over the training set; 0: the preset's (auto: by number of examples).",
+        description="Passes over the training set; 0: from the preset (auto: by number of examples).",
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(

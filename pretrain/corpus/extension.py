@@ -179,7 +179,7 @@ def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
         continuations = {entry[2:]: token_id for entry, token_id in tokenizer.get_vocab().items() if entry[:2] == "##"}
         continuations[model.unk_token] = _unknown_id(tokenizer) or 0
         continuation_model = models.WordPiece(continuations, unk_token=model.unk_token, continuing_subword_prefix="")
-    split = [(word, word[2:], continuation_model) if word[:2] == "##" else (word, word, model) for word in words]
+    split = ((word, word[2:], continuation_model) if word[:2] == "##" else (word, word, model) for word in words)
     return {word: [token.id for token in word_model.tokenize(text)] for word, text, word_model in split}
 
 

@@ -33,7 +33,10 @@ from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
 FOLDED = "folded"  # key of the manifest: document hashes ignore case and accents if the vocabulary does
-_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16  # tokens per batch, and number of sampled blocks, in `some_tokens`
+_BATCH_TOKENS, _SAMPLED_BLOCKS = (
+    1 << 24,
+    16,
+)  # tokens per batch, and approximate number of sampled blocks, in `some_tokens`
 _VERIFIED = ".proven.json"  # file that records which files of the folder were verified
 _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"  # part of the file name of a block table

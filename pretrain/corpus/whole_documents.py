@@ -135,10 +135,10 @@ def without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _no_cut_tokens(spec: dict[str, Any]) -> list[str]:
-    """Return the added tokens that forbid cutting a document: all but special tokens and runs of whitespace."""
-    whitespace = set(added_whitespace(spec))
+    """Return the added tokens that forbid cutting a document: all but special ones and runs of `added_whitespace`."""
+    run_characters = set(added_whitespace(spec))
     contents = [token["content"] for token in spec["added_tokens"] if not token["special"]]
-    return [content for content in contents if len(set(content)) > 1 or content[0] not in whitespace]
+    return [content for content in contents if len(set(content)) > 1 or content[0] not in run_characters]
 
 
 def _without_superstrings(tokens: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 
     On CUDA this is the memory that torch allocates. Tensors that are not needed simultaneously share memory:
     activations are freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed
-    memory and cannot always reuse it, so all tensors are added.
+    memory and cannot always reuse it, so activations and the copies of the step are added.
 
     weights       the weights that the model computes with: all of them, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights, the optimizer's moments, and averaged weights if configured

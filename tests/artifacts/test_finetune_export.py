@@ -80,7 +80,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path, c
     assert np.isfinite(session.run(None, {**fed, "attention_mask": 0 * fed["attention_mask"]})[0]).all()
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
-    model.head_parameters.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.head_parameters.out_bias))
+    model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
     with pytest.raises(MachineError, match=r"computes logits that differ from torch's by 1\.0e\+00"):
         export.max_logit_difference(model, tmp_path / "model.onnx")
 

@@ -16,7 +16,7 @@ BENCHMARKS = {
     "prepare": ("tests.bench.prepare", "MB/s from raw text to token shards against tokenizers and datasets"),
     "finetune": ("tests.bench.finetuning", "fine-tuning against transformers"),
     "workers": ("tests.bench.workers", "cost of Ray, DeepSpeed, tracking and a second worker"),
-    "amx": ("tests.bench.amx", "bf16 matmuls on this CPU, and the time oneDNN takes to generate kernels"),
+    "amx": ("tests.bench.amx", "bf16 matmuls and attention on this CPU, and the time oneDNN takes to generate kernels"),
     "gpu": ("tests.bench.gpu", "training steps on this machine's GPU, and the limit of --dry-run --on"),
     "scale": ("tests.bench.scale", "work of one rank for a step, by the number of ranks, simulated"),
     "stream": ("tests.bench.stream", "loaders on several machines that stream a synthetic corpus of 1 TB"),

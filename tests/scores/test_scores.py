@@ -375,7 +375,12 @@ def test_scores_are_one_model_s_whoever_writes_them(tmp_path: Path) -> None:
     assert found == read_models(tmp_path)
     assert [one["model"]["name"] for one in found] == ["m", "n"]
     assert found[1].keys() == {"model", "blimp", "held_out"}
-    refused(r"another model named n, or an", check_model, tmp_path, {**model, "fingerprint": "g"})
+    refused(
+        r"another model named n, or an .*\(evaluated from d\)\. Choose",
+        check_model,
+        tmp_path,
+        {**model, "fingerprint": "g"},
+    )
     refused("another model named n", write_scores, tmp_path, {**model, "fingerprint": "g"}, {})
     for content in ("{", "[]", '{"scores": {}}', '{"models": [{"held_out": {}}]}'):
         (tmp_path / "scores.json").write_text(content)

@@ -53,7 +53,10 @@ def is_label_studio(record: Mapping[str, Any]) -> bool:
 
 
 def read_annotations(record: Mapping[str, Any], read_result: Callable[[list[Any]], Any]) -> Any:
-    """Return the result that `read_result` reads from all of a task's annotations; `NoLabel` if they disagree."""
+    """Return the result that `read_result` reads from a task's finished annotations, or `NoLabel` if they disagree.
+
+    If some are marked as ground truth, only they are read.
+    """
     entries = [entry for entry in record["annotations"] if isinstance(entry, Mapping)]
     finished = [entry for entry in entries if unused_reason(entry) is None and isinstance(entry.get("result"), list)]
     finished = [entry for entry in finished if entry.get("ground_truth") is True] or finished

@@ -110,7 +110,9 @@ def _files(eval_set: EvaluationSetConfig, config_key: str) -> list[Path]:
         if plain_suffix(file) not in _READERS:
             raise InputError(f"{config_key}.path: {file}: unknown format. Use one of {', '.join(_READERS)}.")
     if not files:
-        raise InputError(f"{config_key}.path: {path}: has no file in these formats: {', '.join(_READERS)}.")
+        raise InputError(
+            f"{config_key}.path: {path}: has no file in these formats: {', '.join(_READERS)}. Check the path."
+        )
     return files
 
 

@@ -20,7 +20,7 @@ template <class E> struct Head {
     const Sequences &batch;
     const E *qkv;
     const float *bias; // bias of qkv, or null
-    long begin, length, padded, D, stride;
+    long s, n, begin, length, padded, D, stride; // s: the sequence, n: the head
     std::vector<float> buffer;
     float *next;
 
@@ -32,11 +32,12 @@ template <class E> struct Head {
         buffer.resize(10 * padded * D + 7 * TILE * D + 3 * TILE * std::max(D, padded));
     }
     float *allocate(long entries) { return (next += entries) - entries; }
-    void start(long s) {
+    void start(long sequence, long head) {
+        s = sequence, n = head;
         begin = batch.offsets[s], length = batch.offsets[s + 1] - begin, padded = (length + 15) / 16 * 16, next = buffer.data();
     }
     long token(long query) const { return batch.queries ? batch.queries[query] : query; }
-    Dropout dropout(long query, long n) const {
+    Dropout dropout(long query) const {
         uint32_t seed = batch.dropout > 0 ? uint32_t(batch.seeds[token(query)]) : 0;
         return Dropout(hash_bits(seed + uint32_t(n) * HEAD_STEP), batch.dropout);
     }
@@ -162,38 +163,46 @@ static inline void softmax_backward(float *x, float *g, long columns, long start
         }
 }
 
-template <class E>
-static void attention(const Sequences &batch, const E *qkv, const float *bias, E *context, float *lse) {
-    long N = batch.heads, D = batch.width, H = N * D;
-    float scale = 1 / std::sqrt(float(D));
+// Calls `function(head)` for each head of each sequence, in parallel.
+template <class E, class F>
+static void for_each_head(const Sequences &batch, const E *qkv, const float *bias, F function) {
 #pragma omp parallel
     {
         Head<E> head(batch, qkv, bias);
 #pragma omp for schedule(static, 1)
-        for (long task = 0; task < batch.count * N; task++) {
-            long s = task / N, n = task % N;
-            head.start(s);
-            float *keys = head.packed_transposed(head.read_all(H + n * D, true));
-            float *values = head.packed_columns(head.read_all(2 * H + n * D, false));
-            float *q = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
-            float *units = head.allocate(TILE * std::max(D, head.padded)), *scores = head.allocate(TILE * head.padded);
-            for (long r = batch.query_offsets[s]; r < batch.query_offsets[s + 1]; r += TILE) {
-                Tile<E> tile(head, r, batch.query_offsets[s + 1]);
-                long columns = tile.end - tile.start;
-                for (long i = 0; i < tile.count; i++) head.read(head.token(r + i), n * D, true, q + i * D);
-                pack_rows<E>(q, tile.count, D, units);
-                tile.products(units, keys, scores);
-                for (long i = 0; i < tile.count; i++) {
-                    float *x = scores + i * columns;
-                    tile.mask(i, x);
-                    lse[(r + i) * N + n] = softmax(x, columns, tile.start, scale, head.dropout(r + i, n), batch.dropout > 0);
-                }
-                pack_rows<E>(scores, tile.count, columns, units);
-                tile.weighted_sum(units, values, sums);
-                for (long i = 0; i < tile.count; i++) store_row(sums + i * D, D, context + (r + i) * H + n * D);
-            }
+        for (long task = 0; task < batch.count * batch.heads; task++) {
+            head.start(task / batch.heads, task % batch.heads);
+            function(head);
         }
     }
+}
+
+template <class E>
+static void attention(const Sequences &batch, const E *qkv, const float *bias, E *context, float *lse) {
+    long N = batch.heads, D = batch.width, H = N * D;
+    float scale = 1 / std::sqrt(float(D));
+    for_each_head<E>(batch, qkv, bias, [&](Head<E> &head) {
+        long n = head.n, first = batch.query_offsets[head.s], last = batch.query_offsets[head.s + 1];
+        float *keys = head.packed_transposed(head.read_all(H + n * D, true));
+        float *values = head.packed_columns(head.read_all(2 * H + n * D, false));
+        float *q = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
+        float *units = head.allocate(TILE * std::max(D, head.padded)), *scores = head.allocate(TILE * head.padded);
+        for (long r = first; r < last; r += TILE) {
+            Tile<E> tile(head, r, last);
+            long columns = tile.end - tile.start;
+            for (long i = 0; i < tile.count; i++) head.read(head.token(r + i), n * D, true, q + i * D);
+            pack_rows<E>(q, tile.count, D, units);
+            tile.products(units, keys, scores);
+            for (long i = 0; i < tile.count; i++) {
+                float *x = scores + i * columns;
+                tile.mask(i, x);
+                lse[(r + i) * N + n] = softmax(x, columns, tile.start, scale, head.dropout(r + i), batch.dropout > 0);
+            }
+            pack_rows<E>(scores, tile.count, columns, units);
+            tile.weighted_sum(units, values, sums);
+            for (long i = 0; i < tile.count; i++) store_row(sums + i * D, D, context + (r + i) * H + n * D);
+        }
+    });
 }
 
 template <class E>
@@ -201,59 +210,53 @@ static void attention_backward(const Sequences &batch, const E *qkv, const float
                                const E *grad_context, E *grad_qkv) {
     long N = batch.heads, D = batch.width, H = N * D;
     float scale = 1 / std::sqrt(float(D));
-#pragma omp parallel
-    {
-        Head<E> head(batch, qkv, bias);
-#pragma omp for schedule(static, 1)
-        for (long task = 0; task < batch.count * N; task++) {
-            long s = task / N, n = task % N;
-            head.start(s);
-            float *keys = head.read_all(H + n * D, true);
-            float *transposed_keys = head.packed_transposed(keys), *packed_keys = head.packed_columns(keys);
-            float *transposed_values = head.packed_transposed(head.read_all(2 * H + n * D, false));
-            float *grad_q = head.zeros(head.padded * D), *grad_k = head.zeros(head.padded * D);
-            float *grad_v = head.zeros(head.padded * D);
-            float *q = head.allocate(TILE * D), *grad_out = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
-            float *packed_q = head.allocate(TILE * D), *packed_grad_out = head.allocate(TILE * D);
-            float *units = head.allocate(TILE * std::max(D, head.padded));
-            float *scores = head.allocate(TILE * head.padded), *grads = head.allocate(TILE * head.padded);
-            for (long r = batch.query_offsets[s]; r < batch.query_offsets[s + 1]; r += TILE) {
-                Tile<E> tile(head, r, batch.query_offsets[s + 1]);
-                long columns = tile.end - tile.start, start = tile.start;
-                for (long i = 0; i < tile.count; i++) {
-                    head.read(head.token(r + i), n * D, true, q + i * D);
-                    load_row(grad_context + (r + i) * H + n * D, D, grad_out + i * D);
-                }
-                tile.pad_rows(D, q), tile.pad_rows(D, grad_out);
-                pack_columns<E>(q, tile.even, D, packed_q), pack_columns<E>(grad_out, tile.even, D, packed_grad_out);
-                pack_rows<E>(q, tile.count, D, units);
-                tile.products(units, transposed_keys, scores);
-                pack_rows<E>(grad_out, tile.count, D, units);
-                tile.products(units, transposed_values, grads);
-                for (long i = 0; i < tile.count; i++) {
-                    float delta = 0;
-                    load_row(context + (r + i) * H + n * D, D, sums);
-#pragma omp simd reduction(+ : delta)
-                    for (long d = 0; d < D; d++) delta += sums[d] * grad_out[i * D + d];
-                    tile.mask(i, scores + i * columns);
-                    softmax_backward(scores + i * columns, grads + i * columns, columns, start, scale, lse[(r + i) * N + n], delta,
-                                     head.dropout(r + i, n), batch.dropout > 0);
-                }
-                tile.pad_rows(columns, scores), tile.pad_rows(columns, grads);
-                pack_columns<E>(scores, tile.even, columns, units);
-                tile.add_transposed(units, packed_grad_out, grad_v);
-                pack_columns<E>(grads, tile.even, columns, units);
-                tile.add_transposed(units, packed_q, grad_k);
-                pack_rows<E>(grads, tile.count, columns, units);
-                tile.weighted_sum(units, packed_keys, sums);
-                for (long i = 0; i < tile.count; i++) // a token may be a query twice
-                    add_row(sums + i * D, D, grad_q + tile.position(i) * D);
+    for_each_head<E>(batch, qkv, bias, [&](Head<E> &head) {
+        long n = head.n, first = batch.query_offsets[head.s], last = batch.query_offsets[head.s + 1];
+        float *keys = head.read_all(H + n * D, true);
+        float *transposed_keys = head.packed_transposed(keys), *packed_keys = head.packed_columns(keys);
+        float *transposed_values = head.packed_transposed(head.read_all(2 * H + n * D, false));
+        float *grad_q = head.zeros(head.padded * D), *grad_k = head.zeros(head.padded * D);
+        float *grad_v = head.zeros(head.padded * D);
+        float *q = head.allocate(TILE * D), *grad_out = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
+        float *packed_q = head.allocate(TILE * D), *packed_grad_out = head.allocate(TILE * D);
+        float *units = head.allocate(TILE * std::max(D, head.padded));
+        float *scores = head.allocate(TILE * head.padded), *grads = head.allocate(TILE * head.padded);
+        for (long r = first; r < last; r += TILE) {
+            Tile<E> tile(head, r, last);
+            long columns = tile.end - tile.start, start = tile.start;
+            for (long i = 0; i < tile.count; i++) {
+                head.read(head.token(r + i), n * D, true, q + i * D);
+                load_row(grad_context + (r + i) * H + n * D, D, grad_out + i * D);
             }
-            for (long l = 0; l < head.length; l++)
-                for (float *x : {grad_q, grad_k}) head.rotate(head.begin + l, -1, x + l * D);
-            head.write(grad_q, n * D, grad_qkv);
-            head.write(grad_k, H + n * D, grad_qkv);
-            head.write(grad_v, 2 * H + n * D, grad_qkv);
+            tile.pad_rows(D, q), tile.pad_rows(D, grad_out);
+            pack_columns<E>(q, tile.even, D, packed_q), pack_columns<E>(grad_out, tile.even, D, packed_grad_out);
+            pack_rows<E>(q, tile.count, D, units);
+            tile.products(units, transposed_keys, scores);
+            pack_rows<E>(grad_out, tile.count, D, units);
+            tile.products(units, transposed_values, grads);
+            for (long i = 0; i < tile.count; i++) {
+                float delta = 0;
+                load_row(context + (r + i) * H + n * D, D, sums);
+#pragma omp simd reduction(+ : delta)
+                for (long d = 0; d < D; d++) delta += sums[d] * grad_out[i * D + d];
+                tile.mask(i, scores + i * columns);
+                softmax_backward(scores + i * columns, grads + i * columns, columns, start, scale, lse[(r + i) * N + n], delta,
+                                 head.dropout(r + i), batch.dropout > 0);
+            }
+            tile.pad_rows(columns, scores), tile.pad_rows(columns, grads);
+            pack_columns<E>(scores, tile.even, columns, units);
+            tile.add_transposed(units, packed_grad_out, grad_v);
+            pack_columns<E>(grads, tile.even, columns, units);
+            tile.add_transposed(units, packed_q, grad_k);
+            pack_rows<E>(grads, tile.count, columns, units);
+            tile.weighted_sum(units, packed_keys, sums);
+            for (long i = 0; i < tile.count; i++) // a token may be a query twice
+                add_row(sums + i * D, D, grad_q + tile.position(i) * D);
         }
-    }
+        for (long l = 0; l < head.length; l++)
+            for (float *x : {grad_q, grad_k}) head.rotate(head.begin + l, -1, x + l * D);
+        head.write(grad_q, n * D, grad_qkv);
+        head.write(grad_k, H + n * D, grad_qkv);
+        head.write(grad_v, 2 * H + n * D, grad_qkv);
+    });
 }
