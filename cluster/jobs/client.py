@@ -115,7 +115,7 @@ class JobsClient:
         safe_url: the URL for messages, without credentials.
 
     Raises:
-        InputError: `address` is not a URL, or no local cluster runs; the token is wrong, or would be sent unencrypted.
+        InputError: `address` is not a URL, or no local cluster runs; the token is missing, wrong or unencrypted.
         MachineError: no dashboard responds at the address.
     """
 

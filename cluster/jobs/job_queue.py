@@ -115,7 +115,7 @@ class Queue:
     """
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
-        unfinished = sorted(  # jobs without `workers` in their metadata were not submitted by bertrain
+        unfinished = sorted(  # the doctor's jobs and other programs' have no `workers`
             (job for job in dashboard.jobs() if job["status"] not in FINISHED and "workers" in (job["metadata"] or {})),
             key=lambda job: job["start_time"] or 0,
         )

@@ -81,7 +81,7 @@ def parse_run(arguments: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
 
 
 def _explicit_sections(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections `model` and `corpus` without defaults, since the checkpoint on the cluster provides these."""
+    """Return `model`, and `corpus` with its `vocabulary`, both without defaults, which the checkpoint provides."""
     explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}

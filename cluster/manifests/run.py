@@ -18,8 +18,8 @@ from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
 RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # commands that train, without `python -m`
-# Regular expression with which pgrep finds the processes of a run that start.sh or `submit` started.
 _MODULES = "|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER))
+# Regular expression with which pgrep finds the processes of a run that start.sh or `submit` started.
 COMMAND_PATTERN = f"-m ({_MODULES})|/{JOB_COMMAND}"
 # Pattern of names that remain DNS names after KubeRay has appended its suffixes (MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")

@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_CONNECT_SECONDS = 1.0  # time limit for connecting to a node
+_CONNECT_SECONDS = 1.0  # time limit for a connection to a node, and for a response of the head
 
 NodeSize = tuple[int, int]  # (CPUs, GPUs)
 

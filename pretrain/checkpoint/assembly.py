@@ -1,6 +1,6 @@
 """Assembles a model from a file's tensors, and maps them to parameters (invariant 6 in docs/invariants.md).
 
-`ours` is the name of one of our parameters, and `theirs` is the family's name for it.
+`ours` is the name of one of our parameters, or a `StackedName`, and `theirs` is the family's name for it.
 """
 
 from collections.abc import Mapping

@@ -206,7 +206,7 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 def _released_start(run_dir: Path) -> dict[str, Any]:
-    """Return START_FILE's values about the released model that a run started from; all None if there was none."""
+    """Return START_FILE's values about the released model that a run started from, None for a missing one."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}

@@ -60,7 +60,7 @@ class EngineConfig(Section):
         default="auto",
         description="Capture forward and backward passes as CUDA graphs, one for each micro-batch shape. Speeds up "
         "small models and batches on GPUs, whose kernels take longer to launch than to run. auto captures them in "
-        "pretraining if no setting prevents it and the estimate of --dry-run --on is a shorter step. Needs bf16, "
+        "pretraining if no setting prevents it and --dry-run --on estimates a shorter step with them. Needs bf16, "
         "zero_stage 1, flash attention, and masked language modeling as the objective. To limit the number of shapes, "
         "about 2 % of the tokens and 4 % of the masked ones are padding that the loss ignores. No effect on a CPU.",
     )

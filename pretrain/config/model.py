@@ -378,7 +378,7 @@ class ModelConfig(Section):
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """Return whether a layer has an attention norm. In a pre-norm model, an embedding norm replaces the first."""
+        """Return whether a layer has an attention norm: an embedding norm replaces the first, unless layers recur."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 

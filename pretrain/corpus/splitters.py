@@ -2,7 +2,7 @@
 
 Gpt2Splitter            for byte-level BPE: splits with the regular expression of GPT-2 or of byte_level.py
 WordSplitter            for Metaspace, with a mark before every word (XLM-R, DeBERTa-v3): splits at whitespace
-WhitespaceRunSplitter   for BPE without pre-tokenization (Gemma, mmBERT): splits before spaces, around `added_whitespace`
+WhitespaceRunSplitter   for BPE without pre-tokenization (Gemma, mmBERT): splits at spaces, around `added_whitespace`
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Corpora:
 
 
 class Continuation:
-    """Initial weights and learning rates from the checkpoint `start_from`; the run's own checkpoints record its name.
+    """Initial weights and learning rates from the checkpoint `start_from`; the run's own checkpoints record its folder.
 
     Args:
         config: config of the run.

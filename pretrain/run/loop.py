@@ -128,7 +128,7 @@ class Fit(Generic[S]):
         self.skip_counter = SkipCounter()
         self.stalled_before = task.stalled_seconds()
         self.learning_rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
-        self.validation: dict[str, Any] = {}  # the last evaluation, as `pretrain.storage.runs.rank` expects it
+        self.validation: dict[str, Any] = {}  # the last evaluation, as `storage.runs.evaluation_key` expects it
         self.save_due = False  # whether a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
 
